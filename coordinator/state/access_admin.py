@@ -200,7 +200,7 @@ class AccessAdmin:
     def list_audit_entries(self, last: int) -> dict[str, Any]:
         """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
 
-        An actor that is a key has its name in `actor_name`.
+        `actor_name` is the name of an actor that is a stored key; empty for any other actor, also for a revoked key.
         """
         names = {row.id: row.name for row in self.store.keys.values()}
         entries = list(self.store.audit)

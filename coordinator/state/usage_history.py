@@ -59,9 +59,10 @@ class UsageHistory:
     def prepare_sum(
         self, key: str | None = None, since: str = "", *, daily: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the result of `sum`, from the rows of now.
+        """Return a function that returns the result of `sum` over the rows that exist now.
 
-        The function may run in any thread: a year of many keys takes more than a second.
+        The function may run in any thread: a year of many keys takes more than a second. Usage that is added to these
+        rows before the function runs is included.
         """
         names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
         return partial(_sum_rows, self.store.usage.list_rows(), names, key, since, daily=daily)
