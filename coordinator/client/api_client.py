@@ -202,7 +202,8 @@ class ApiSession:
     ) -> http.client.HTTPResponse:
         """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
 
-        Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
+        After a 401, send the request once more if the coordinator to use has changed, because a restart changes the key
+        of `run.json`. Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
         """
         reached = self.select_coordinator()
         response = send_request(reached, method, path, body, timeout)
