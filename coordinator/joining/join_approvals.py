@@ -119,7 +119,8 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code, with expired ones until the next call with `now`."""
+        """Requests to join that wait for a decision, by code. Expired requests remain until the next call with
+        `now`."""
         return self._requests
 
     def enqueue(
