@@ -34,7 +34,7 @@ WARM_UP_TOKENS = 16
 TOKEN_IDS = range(32, 480)
 """Token ids of the prompts: within every vocabulary, and beyond the control tokens at the start of most of them."""
 MIN_GENERATED_TOKENS = 8
-"""Generated tokens of a request below which the speed of decode is not computed."""
+"""Minimum average of generated tokens per request for which the speed of decode is computed."""
 BENCHMARK_KEY = "benchmark"
 """Key of the requests in usage and in the queue. No API key has this id."""
 BENCHMARK_LIMITS = KeyLimits(priority="low", upstreams=False)

@@ -52,7 +52,8 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int
-    """Maximum prompt tokens that fit into the memory of the idle node."""
+    """Maximum tokens of prompt and answer together that fit into the memory of the idle node and the model's
+    context."""
     runs: tuple[BenchmarkRun, ...]
 
     @property
