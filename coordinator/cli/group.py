@@ -21,7 +21,7 @@ SYNONYMS = {
     "stop": "cancel",
     "download": "get",
 }
-"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has it."""
+"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has a command `revoke`."""
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     **{
         ("nodes", verb): ("node", verb)
