@@ -141,7 +141,7 @@ class LocalRay:
 
     @property
     def allowed(self) -> bool:
-        """Whether the coordinator allows this Mac to make videos."""
+        """Whether the coordinator allows this Mac to make videos; False after `stop`."""
         return self._allowed
 
     @property

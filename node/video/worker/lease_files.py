@@ -53,14 +53,16 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
     worker: int
     """Process id of the worker."""
     born: str
-    """Start time of the worker, which distinguishes it from a later process with the same id."""
+    """Start time of the worker, which distinguishes it from a later process with the same id; empty if it could not be
+    read."""
 
 
 def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
-    """Lock a file and return the descriptor that holds the lock; None if another process holds it.
+    """Lock a file and return the descriptor that holds the lock. The caller closes the descriptor to release the lock.
 
-    Create the file if it is missing. With `wait`, block until the lock is free. With `shared`, other shared locks are
-    possible at the same time. Raise `OSError` if the file cannot be opened.
+    Return None if another descriptor holds the lock; with `wait`, block until the lock is free instead. Create the file
+    if it is missing. With `shared`, other shared locks are possible at the same time. Raise `OSError` if the file
+    cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

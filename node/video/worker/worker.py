@@ -35,8 +35,10 @@ from typing import Any
 VERSION = 1
 """Version of the events, in their field `v`."""
 UNWIRED_BYTES = 2 * 1024**3
-"""Bytes of the lease that are not wired: Python, torch's text encoder, and memory that the system holds for the
-worker."""
+"""Bytes of the lease that are not wired, at most half of the lease.
+
+They are for Python, torch's text encoder, and memory that the system holds for the worker.
+"""
 MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
 PROGRESS_INTERVAL_SECONDS = 1.0
