@@ -36,7 +36,8 @@ BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit"
 
 
 MAX_OPEN_PANELS = 12
-"""Open panels of a board. All other panels are in collapsed rows, which send no query until they are opened."""
+"""Maximum panels in the first row of a board, which is open. All other rows are collapsed, and send no query until
+opened."""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
 """Data links: title and address."""
@@ -59,7 +60,7 @@ ANNOTATIONS = (
         "the coordinator runs {{version}}",
     ),
 )
-"""Annotations of every panel over time: name, colour, PromQL of series that exist meanwhile, and the text."""
+"""Annotations of every panel over time: name, colour, PromQL, and text. Each is shown while its PromQL has a series."""
 
 
 class Kind(Enum):
