@@ -18,7 +18,7 @@ from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError
 
 BACKOFF_SECONDS = 10.0
-"""Wait after the first failure of an action, in seconds."""
+"""Wait after the first refusal or failure of an action, in seconds. Each further one in a row doubles it."""
 MAX_BACKOFF_SECONDS = 600.0
 MIN_SWAP_SECONDS = 10.0
 """Minimum cost of a swap, in seconds, because the load time of a model may be unknown and then counts as 0."""
@@ -77,7 +77,7 @@ class ActionHistory(msgspec.Struct, frozen=True):
     failures: Mapping[tuple[NodeId, str], ActionFailure] = msgspec.field(
         default_factory=dict[tuple[NodeId, str], ActionFailure]
     )
-    """Last failures by node and model."""
+    """Refusals and failures since the last success, by node and model."""
     used_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     """Time of the last round that found a request of each model: queued, running, or ended since the round before."""
     wished_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])

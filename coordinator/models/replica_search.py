@@ -81,7 +81,7 @@ class NodeOption(msgspec.Struct, frozen=True):
     loads, negative headroom, name.
     """
     victims: tuple[str, ...] = ()
-    """Models to unload."""
+    """Models to unload before the load, the first one by `action`."""
     need: int = 0
     """Headroom in bytes that the node needs to load the model and serve a request of one token; 0 if not evaluated."""
     obtainable: int = 0
@@ -123,7 +123,8 @@ class ReplicaSearch:
         self._leaving: dict[str, int] = {}
 
     def take(self, option: NodeOption) -> None:
-        """Reserve the node of an option for its action, and record the replicas that the action unloads."""
+        """Reserve the node of an option for its action, and record the replicas that the node unloads for the
+        option."""
         self.reserve_node(option.node.id)
         for name in option.victims:
             self._leaving[name] = self._leaving.get(name, 0) + 1

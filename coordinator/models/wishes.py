@@ -13,9 +13,9 @@ from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
 
 MAX_REPLICAS = 1000
-"""Maximum replicas of a wish."""
+"""Maximum replicas of a wish. The API refuses a higher number with 400."""
 MAX_EVICTION_COST = 1000
-"""Maximum eviction cost of a wish."""
+"""Maximum eviction cost of a wish. The API refuses a higher cost with 400."""
 DEFAULT_EVICTION_COST = 10
 """Eviction cost of a wish without a given cost. Lower costs are for models that should be evicted first."""
 

@@ -78,7 +78,7 @@ FROM_NODES = frozenset(
         ModelOrderEnded,
     }
 )
-"""Frames that a linked node may send."""
+"""Frames that a linked node may send. Any other frame ends the link."""
 
 log = structlog.get_logger("coordinator.cluster.links.link_connection")
 

@@ -28,7 +28,7 @@ MAX_WAITING = 8
 MAX_STREAMS = 64
 """Maximum connections of all transfers."""
 RETRY_SECONDS = 2.0
-"""`retry_after` of a refused connection."""
+"""`retry_after` of a refused connection, in seconds."""
 
 
 class RelayPace:

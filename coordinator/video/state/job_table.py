@@ -35,9 +35,10 @@ class JobRules:
     lease_seconds: float = 30.0
     """Maximum seconds until a node answers a lease request. After that the job is queued again."""
     start_seconds: float = 90.0
-    """Maximum seconds from the grant of a lease to the start of the worker."""
+    """Maximum seconds from the grant of a lease to the start of the worker. Then the job is restarted, at most
+    `attempts` times."""
     away_seconds: float = 60.0
-    """Maximum seconds for which a node with a running job may be away."""
+    """Maximum seconds for which a node with a running job may be away. Then `on_node_loss` applies."""
     headroom_seconds: float = 3600.0
     """Maximum seconds for which the first queued job waits for memory, then it fails.
 
@@ -71,7 +72,7 @@ class LeaseHold:
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
-    """Consecutive reports of the node without this lease."""
+    """Consecutive reports of the node without this lease. At `MAX_MISSED_REPORTS` the lease counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,5 +138,5 @@ class Transition:
             self.fail_job(job, code, message)
 
     def pause_node(self, node: str, seconds: float) -> None:
-        """Ask a node for no lease for `seconds`, at least `MIN_PAUSE_SECONDS` and at most `MAX_PAUSE_SECONDS`."""
+        """Stop asking a node for leases for `seconds`, at least `MIN_PAUSE_SECONDS` and at most `MAX_PAUSE_SECONDS`."""
         self.pauses[node] = self.steady + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))
