@@ -41,7 +41,7 @@ RESOURCE = "video_lease_gib"
 CONNECT_TIMEOUT_SECONDS = 45.0
 """Maximum seconds to connect to Ray. After that the driver exits with `FAILED`."""
 CLOSED, FAILED = 3, 4
-"""Exit codes: the agent closed the socket; Ray could not be used."""
+"""Exit codes: the agent closed the socket (`CLOSED`); any error, as of Ray or of a message (`FAILED`)."""
 
 
 class Driver:

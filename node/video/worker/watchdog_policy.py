@@ -45,11 +45,12 @@ class WorkerObservation:
     footprint: int | None
     """Footprint of all processes of the worker in bytes; None if it cannot be read."""
     mark: object
-    """Any value that changes with each sign of progress."""
+    """Value that changes with each sign of progress, and stays equal otherwise."""
     alive: bool = True
     """Whether a process of the worker is alive."""
     attended: bool = True
-    """Whether the worker's parent process is alive."""
+    """Whether the worker's parent process is alive, or is not needed any more because the worker has reported its
+    result."""
 
 
 @dataclass(frozen=True, slots=True)
