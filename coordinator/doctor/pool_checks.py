@@ -18,12 +18,12 @@ from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
-"""Differences of the clocks, in seconds, above which the check warns or fails."""
+"""Differences of the clocks, in seconds: above the first the check warns, above the second it fails."""
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 """Remaining validity of a certificate below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
-"""Bytes that are read from the end of a log."""
+"""Maximum bytes that are read from the end of a log."""
 NO_INSPECTION = "the node's inspection failed or did not answer in time"
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
