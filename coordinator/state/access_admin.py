@@ -83,7 +83,7 @@ class AccessAdmin:
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
 
-        Raise `ValueError` unless both are positive, `StoreError` after a failed write.
+        Raise `ValueError` if one of them is not positive, `StoreError` after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 

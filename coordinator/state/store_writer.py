@@ -16,7 +16,8 @@ from coordinator.state.store_errors import StoreError
 RETRY_SECONDS = 5.0
 """Seconds between two attempts to write changes that could not be written, for example because the disk is full."""
 MAX_UNWRITTEN = 100_000
-"""Maximum changes that wait for a disk. Above it, no change is written until the coordinator restarts."""
+"""Maximum changes that wait for a disk. With more, no change is written until the coordinator restarts, and all that
+wait are lost."""
 
 log = structlog.get_logger()
 

@@ -15,10 +15,10 @@ from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter, UsageTotals
 
 USAGE_DAYS = 400
-"""Days for which usage is stored."""
+"""Days for which usage is stored. Older usage is deleted."""
 CONFIRMING_DAYS = 7
-"""Days with usage among the last USAGE_DAYS days without which nothing is deleted. A clock that is ahead for a moment
-therefore deletes nothing."""
+"""Minimum number of days with usage, among the last USAGE_DAYS days, before older usage is deleted. A clock that is
+ahead for a short time therefore deletes nothing."""
 
 
 @dataclass(frozen=True, slots=True)

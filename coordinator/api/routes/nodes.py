@@ -21,7 +21,7 @@ from wire.identity import NodeId
 from wire.node_state import NodeState
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
-"""Pattern of a valid label: 1 to 63 characters, the first a letter or digit."""
+"""Pattern of a valid label: 1 to 63 letters, digits or characters of `._=-`, the first a letter or digit."""
 MAX_PAUSE_SECONDS = 365 * 86400.0
 """Maximum seconds of a pause with an end. A pause without an end lasts until the node is resumed."""
 
