@@ -67,7 +67,7 @@ class ApprovalRequest:
 
     waiting: WaitingNode
     wake: Callable[[], object]
-    """Called once, when `decision` or `displaced` is set."""
+    """Function that is called once, when `decision` or `displaced` is set."""
     decision: ApprovalDecision | None = None
     displaced: bool = False
     """Whether the request was removed in favour of a node from another address."""

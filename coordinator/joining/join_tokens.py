@@ -86,7 +86,7 @@ class JoinTokens:
     def create(
         self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
     ) -> JoinToken:
-        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
+        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if one of them is not positive.
 
         `name` is shown in the list of tokens. With `replaces`, the machine of a member may join again in that member's
         place without the member's key, until this process ends. Delete the tokens that expired more than

@@ -41,9 +41,9 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     model: str
     fingerprint: str
-    """Version of the model: samples of its files."""
+    """Identity of the model version, from samples of its files."""
     content: str = ""
-    """Version of the model: digests of its files; empty if they were not hashed."""
+    """Identity of the model version, from digests of its files; empty if they were not hashed."""
     chip: str = ""
     system: str = ""
     """Operating system with its version."""

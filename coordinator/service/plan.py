@@ -17,7 +17,8 @@ STOP_TIMEOUT_SECONDS = 45
 With default settings that is longer than both drains together: first the requests end, then the local node.
 """
 THROTTLE_SECONDS = 10
-"""Minimum seconds between two starts."""
+"""Minimum seconds between two starts by launchd; with systemd, seconds between the end of the service and its next
+start."""
 MAX_OPEN_FILES = 8192
 """Limit of open files of the service."""
 

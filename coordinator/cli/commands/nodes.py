@@ -18,7 +18,7 @@ from wire.node_state import NodeState
 from wire.units import show_count, show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
-"""Pattern of a valid label of a node: 1 to 63 characters, the first a letter or digit."""
+"""Pattern of a valid label of a node: 1 to 63 letters, digits or characters of `._=-`, the first a letter or digit."""
 MAX_MODELS_SHOWN = 6
 """Maximum names of models that `status` prints."""
 
