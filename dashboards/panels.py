@@ -40,7 +40,7 @@ MAX_OPEN_PANELS = 12
 opened."""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
-"""Data links: title and address."""
+"""Links of a series to another dashboard, for its Mac and its model: title and address."""
 _NODE_CELL = "/d/macpool-memory?var-node=${__value.text}&${__url_time_range}"
 _BEFORE = "max by (node, version) (macpool_node_info offset 10m)"
 ANNOTATIONS = (
