@@ -96,8 +96,8 @@ class LeaseManager:
 
     @property
     def holding(self) -> bool:
-        """Whether the ceiling is lowered for a video job: while a lease is granted, held or ended, also one of an
-        earlier agent."""
+        """Whether the ceiling is lowered for a video job: from the grant of a lease until its memory is returned. A
+        lease of an earlier agent counts as well."""
         return self._granter.holding
 
     def list_states(self) -> tuple[LeaseState, ...]:
@@ -124,7 +124,8 @@ class LeaseManager:
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
+        """Return the path of the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this
+        artifact."""
         return self._store.find_artifact(name)
 
     # orders

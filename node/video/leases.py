@@ -258,7 +258,7 @@ def describe_shortage(
 def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
     """Return the completed percent of a job. That is 5 to 95 in the denoising phase, by `step` of `steps`.
 
-    In other phases it is the value of `SHARES`: 100 for an ended lease, 0 for a phase without a value.
+    It is 100 for an ended lease. In any other phase it is the value of `SHARES`, or 0 without one.
     """
     if phase is LeasePhase.ENDED:
         return 100
