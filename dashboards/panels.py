@@ -1,7 +1,8 @@
 """Kinds of panels of the dashboards, built with grafana-foundation-sdk.
 
 For every dashboard, this module sets values that Grafana needs and that the SDK omits. These values are the ids of
-panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap.
+panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap. In all functions, `about` is the
+description of a panel, and `width` its width in columns of 24.
 """
 
 from collections.abc import Sequence
