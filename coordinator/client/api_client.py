@@ -181,7 +181,7 @@ class ApiSession:
     def read_key(self) -> str:
         """Return the API key of --key-file, or the key of `cluster login` for --url.
 
-        Raise `CommandError` if there is neither, or if the file cannot be read.
+        Raise `CommandError` if there is neither, or if a file cannot be read; `click.UsageError` for an invalid --url.
         """
         if self.key_file is None:
             login = self.stored_login

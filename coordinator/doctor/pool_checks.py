@@ -280,10 +280,10 @@ def check_identity(here: HostProbe) -> Finding:
 
 
 def check_video(here: HostProbe) -> Finding:
-    """Check that the ports of this Mac's Ray are free, if video is enabled and Ray is installed. Fail otherwise.
+    """Check that the ports of this Mac's Ray are free. Fail if one is in use, unless this node has ever started Ray.
 
-    Ports in use are no fault if this node has started Ray, because its own Ray may use them. The check does not apply
-    if the node's inspection did not answer.
+    Ray of this node may then use them itself. The check does not apply if video is not enabled, if Ray is not
+    installed, or if the node's inspection did not answer.
     """
     from importlib.metadata import PackageNotFoundError, version
 

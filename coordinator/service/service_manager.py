@@ -107,7 +107,8 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run."""
+        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run, or does not
+        end in time."""
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -161,7 +162,8 @@ class ServiceHost:
             pause.wait(UNLOAD_POLL_SECONDS)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
+        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails, or if
+        the service does not end in time."""
         if self.mac:  # `kickstart -k` would kill the service, and its requests would be lost
             self.unload_unit()
             self.load_unit()
