@@ -30,8 +30,8 @@ class MemberAuthentication:
         """Return the member with this certificate, or `Denied` with the reason.
 
         Reasons are a certificate of another node, a node that is not a member (any more), a revoked certificate, and
-        another machine than the member's. `serial` is the serial number (hex) of the certificate `peer`. `node` and
-        `machine` are the ids that the node sent.
+        another machine than the member's. `peer` is the identity in the certificate, and `serial` its serial number in
+        hex. `node` and `machine` are the ids that the node sent.
         """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:

@@ -52,7 +52,7 @@ class NodeDirectory:
         return counts
 
     def list_warnings(self) -> list[str]:
-        """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
+        """Return texts about all conditions of the pool and of linked nodes that need a person, dangers first."""
         texts = self.list_dangers()
         if self._registry.pool.self_suspect:
             texts.append("half of the nodes fell silent at once: look at this machine's own network first")

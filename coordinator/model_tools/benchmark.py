@@ -167,7 +167,8 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
 
     The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
     decode is the maximum decode time of a request. The first token of an answer belongs to prefill. A speed is 0 if its
-    duration is 0, or if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not be empty.
+    duration is 0. The speed of decode is also 0 if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not
+    be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

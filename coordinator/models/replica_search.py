@@ -87,12 +87,14 @@ class NodeOption(msgspec.Struct, frozen=True):
     obtainable: int = 0
     """Maximum headroom in bytes for a replica: the headroom plus the weights of the models that may be unloaded for it.
 
-    If the replica fits now, no model may be unloaded for it. 0 if not evaluated.
+    It is limited to the headroom of the node without models (`compute_most_bytes`). If the replica fits now, no model
+    may be unloaded for it. 0 if not evaluated.
     """
 
     @property
     def waits(self) -> bool:
-        """Whether the node can act later without a change by a person: it is busy, or has swapped models before."""
+        """Whether the node can act in a later round of its own accord: it is busy now, or must wait after an earlier
+        swap."""
         return self.obstacle in (Obstacle.BUSY, Obstacle.SPACED)
 
 

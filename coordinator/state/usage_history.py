@@ -33,7 +33,7 @@ class UsageHistory:
     def record(self, usage: UsageCounter) -> None:
         """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
 
-        Nothing is deleted before there is usage of `CONFIRMING_DAYS` days after these rows.
+        Nothing is deleted until at least `CONFIRMING_DAYS` of the later days have usage.
 
         Raise `StoreError` while changes cannot be written. The sums have the counts, which wait for the disk.
         """

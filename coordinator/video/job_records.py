@@ -42,7 +42,7 @@ class JobRecords:
         """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
 
         The profile is stored in the background. Do nothing if the peak is not above 0, or if the job's node does not
-        have the package in `view`.
+        have the usable package in `view`.
         """
         package = next(
             (

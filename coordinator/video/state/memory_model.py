@@ -87,7 +87,8 @@ class VideoMemoryProfile:
         return math.ceil(self.base + self.slope * tokens)
 
     def compute_need(self, tokens: int) -> int:
-        """Return the predicted peak plus the margin in bytes: the minimum size of a lease."""
+        """Return the minimum size in bytes of a lease for frames of `tokens` spatial tokens: the predicted peak plus
+        the margin."""
         return self.predict_peak(tokens) + self.margin
 
     def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
