@@ -2,7 +2,7 @@
 
     lease.json      written by the agent: the granted lease and its job. Without this file no worker may be started
     claim.json      written once by the parent: the worker that it has started
-    go              written by the agent: the worker is watched and may begin. Until then the worker takes no memory
+    go              written by the agent: the worker is watched and may begin. Until then it loads nothing
     events.jsonl    written by the parent: events of the worker
     guard           locked by the agent for as long as it watches this lease
     attended        locked by the parent for as long as its process lives

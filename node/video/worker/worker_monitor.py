@@ -1,7 +1,7 @@
 """Monitor of the worker of one granted lease, run by the agent: claims, events, footprint, end.
 
 All inputs come from the lease's folder and from the kernel, several times a second. `node.video.worker.watchdog_policy`
-decides. A worker gets its job only once it is watched. A lease that ends before that has cost no memory.
+decides. A worker gets its job only once it is watched. Until then it loads nothing.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ from wire.video import LeaseEndCode
 POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds that a worker has to exit after it has reported the end of its job. Then it is killed."""
+"""Seconds that a worker has to exit after it has reported the end of its job. Then it is ended like a worker at
+fault."""
 REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that the parent process has, after the worker's end, to report the end or to exit as well. Then the worker
 counts as crashed."""
