@@ -1,7 +1,7 @@
 """Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
 Every check uses one `HostProbe` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
-parameters. Every call has a timeout, and none raises because something is missing.
+parameters. Every tool, connection and request has a timeout, and none raises because something is missing.
 """
 
 import json

@@ -23,8 +23,8 @@ MAX_NEW_CONNECTIONS = 128
 """Default for the maximum connections of an address without a valid key. The setting is
 `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
-"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key. The oldest is
-forgotten."""
+"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key. Above that, the origin
+whose last valid key is oldest is forgotten."""
 
 
 def compute_max_connections(files: int) -> int:

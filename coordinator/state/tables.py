@@ -19,7 +19,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 MAX_AUDIT_ENTRIES = 10_000
-"""Maximum entries of the audit log."""
+"""Maximum entries of the audit log. The oldest above it are deleted."""
 Key = TypeVar("Key")
 Row = TypeVar("Row")
 

@@ -87,7 +87,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class RequestedClip(msgspec.Struct, frozen=True):
-    """Requested clip, checked and rounded. None stands for the default of the package."""
+    """Requested clip, checked and rounded. None stands for the default of the engine, or for the seed 0."""
 
     model: str
     prompt: str
@@ -104,9 +104,9 @@ class RequestedClip(msgspec.Struct, frozen=True):
     """Number of spatial tokens of a frame."""
     negative_prompt: str = ""
     guidance: float | None = None
-    """Strength with which the clip follows the prompt; None for the default of the package."""
+    """Strength with which the clip follows the prompt; None for the default of the engine."""
     guidance_2: float | None = None
-    """Strength with which the second expert of the model follows the prompt; None for the default of the package."""
+    """Strength with which the second expert of the model follows the prompt; None for the default of the engine."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
