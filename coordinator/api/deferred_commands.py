@@ -94,7 +94,7 @@ class DeferredCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build_rows(self) -> list[dict[str, object]]:
-        """Return the rows of all listed commands, the newest first."""
+        """Return the rows of all listed commands. The command that started or ended last comes first."""
         self._delete_old()
         return [command.to_row() for command in reversed(self._commands.values())]
 

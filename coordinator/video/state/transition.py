@@ -83,7 +83,7 @@ class Transition:
         )
 
     def requeue_job(self, job: VideoJob, phase: str) -> None:
-        """Return a leasing or running job to its position in the queue, with `phase` as the reason.
+        """Put a leasing or running job back to its position in the queue, with `phase` as the reason.
 
         The generation of the job grows, so that later messages about the old lease are ignored. Raise
         `IllegalTransitionError` in any other state.
