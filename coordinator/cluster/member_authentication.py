@@ -61,7 +61,8 @@ class MemberAuthentication:
     def revoke(self, node: NodeId, why: str) -> None:
         """Revoke a member: its certificates and its membership. `why` is stored with the revocation.
 
-        Raise `KeyError` for an unknown node, `StoreError` after a failed write.
+        Raise `KeyError` for an unknown node, `StoreError` after a failed write. The node is denied then, but its row is
+        not marked as removed.
         """
         row, now = self.store.members[node], self.wall()
         self.store.deny_list.add_node(node, now, why)
