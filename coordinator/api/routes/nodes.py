@@ -82,7 +82,7 @@ class NodeRoutes:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each member, as in the answer of `/api/v1/nodes`."""
+        """Return a row for each listed node, also for one that has left, as in the answer of `/api/v1/nodes`."""
         return [self._build_row(node) for node in self._nodes.registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:
