@@ -1,7 +1,8 @@
 """Kinds of panels of the dashboards, built with grafana-foundation-sdk.
 
 For every dashboard, this module sets values that Grafana needs and that the SDK omits. These values are the ids of
-panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap.
+panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap. In all functions, `about` is the
+description of a panel, and `width` its width in columns of 24.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,11 @@ BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit"
 
 
 MAX_OPEN_PANELS = 12
-"""Open panels of a board. All other panels are in collapsed rows, which send no query until they are opened."""
+"""Maximum panels in the first row of a board, which is open. All other rows are collapsed, and send no query until
+opened."""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
-"""Data links: title and address."""
+"""Links of a series to another dashboard, for its Mac and its model: title and address."""
 _NODE_CELL = "/d/macpool-memory?var-node=${__value.text}&${__url_time_range}"
 _BEFORE = "max by (node, version) (macpool_node_info offset 10m)"
 ANNOTATIONS = (
@@ -59,7 +61,7 @@ ANNOTATIONS = (
         "the coordinator runs {{version}}",
     ),
 )
-"""Annotations of every panel over time: name, colour, PromQL of series that exist meanwhile, and the text."""
+"""Annotations of every panel over time: name, colour, PromQL, and text. Each is shown while its PromQL has a series."""
 
 
 class Kind(Enum):

@@ -93,7 +93,7 @@ class ConditionEvaluator:
     def evaluate(self, sample: Sample, now: float, wall: float) -> None:
         """Evaluate the rules on the next sample and notify the listeners of conditions that begin or end.
 
-        `now` is in monotonic seconds, so that a clock that is set begins no condition. `wall` is the same time in Unix
+        `now` is in monotonic seconds, and measures for how long a rule has held. `wall` is the same time in Unix
         seconds.
         """
         self._history.add_sample(sample, now, wall)

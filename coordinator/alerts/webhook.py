@@ -53,8 +53,10 @@ METADATA_NETWORKS = tuple(
         ),
     )
 )
-"""Networks where clouds serve a machine's secrets: AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS
-and Google over IPv6."""
+"""Networks where clouds serve a machine's secrets, and the link-local network of IPv6.
+
+The clouds are AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS and Google over IPv6.
+"""
 NAT64_NETWORKS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 """NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE

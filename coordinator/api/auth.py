@@ -27,7 +27,7 @@ IS_VALID: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
-    """Return a check that admits only requests with an API key of this scope.
+    """Return a check that admits only requests with an API key that has this scope (`ApiKey.allows`).
 
     The check sets `ACTOR`, `KEY`, `ADDRESS` and `IS_VALID`. It raises `ProblemError` (401 or 403) for any other
     request.

@@ -24,7 +24,8 @@ from coordinator.state.store_errors import StoreError
 from router.errors import Problem
 
 MAX_RUNNING = 64
-"""Maximum deferred commands that have not ended."""
+"""Maximum deferred commands that have not ended. Above it, a request that prefers `respond-async` is refused with
+429."""
 MAX_ENDED = 50
 """Maximum ended commands that are listed; the oldest above it are deleted."""
 LISTED_SECONDS = 600.0
@@ -93,7 +94,7 @@ class DeferredCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build_rows(self) -> list[dict[str, object]]:
-        """Return the rows of all listed commands, the newest first."""
+        """Return the rows of all listed commands. The command that started or ended last comes first."""
         self._delete_old()
         return [command.to_row() for command in reversed(self._commands.values())]
 

@@ -51,5 +51,6 @@ class DispatcherApi(Protocol):
         ...
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
+        """Migrate the requests of a node, wait at most `seconds` until it has none or is uncordoned, and return the
+        number left."""
         ...

@@ -1,8 +1,8 @@
 r"""Format of a backup: one file, read in one pass, with a digest for every part.
 
-    b"macpool backup 1\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the members
+    b"macpool backup 1\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the files
 
-The members follow in the order and with the sizes of the manifest, each with its SHA-256, and then the file ends. No
+The files follow in the order and with the sizes of the manifest, each with its SHA-256, and then the file ends. No
 content is used before its digest was verified. The format has no links, no modes and no paths except those of `NAMES`,
 hence no entry can point outside the state folder. With a passphrase, all of this is encrypted (`encryption`).
 """
@@ -27,9 +27,9 @@ NAMES = re.compile(
     r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
     r"|videos/video_[A-Za-z0-9]{1,64}/[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}"
 )
-"""Allowed names of members. Any other name is refused."""
+"""Pattern of the file names that a backup may contain. Any other name is refused with `ArchiveError`."""
 NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
-"""Names of the members that every backup has."""
+"""Names of the files that every backup contains."""
 
 
 class ArchiveError(Exception):
@@ -84,7 +84,7 @@ class ReadableStream(Protocol):
 
 
 def encode_header(manifest: Manifest) -> bytes:
-    """Return the encoded manifest with length and digest: the bytes between `MAGIC` and the first member."""
+    """Return the encoded manifest with length and digest: the bytes between `MAGIC` and the first file."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
@@ -128,7 +128,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
-    """Yield the bytes of the next member in pieces of at most `CHUNK_BYTES`.
+    """Yield the bytes of the next file in pieces of at most `CHUNK_BYTES`.
 
     Raise `ArchiveError` if the stream ends early, and after the last piece if the digest is wrong.
     """
@@ -143,7 +143,7 @@ def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes
 
 
 def check_end(source: ReadableStream) -> None:
-    """Check that no data follows the last member. Raise `ArchiveError` otherwise."""
+    """Check that no data follows the last file of a backup. Raise `ArchiveError` otherwise."""
     if source.read(1):
         raise ArchiveError("it has data after its last member: use another copy of the file")
 

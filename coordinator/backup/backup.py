@@ -63,9 +63,9 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
 
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
     folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if a file of the
-    folder is foreign or changes meanwhile, or if `file` exists and is not a backup. An existing file in the age format
-    is a backup only if `passphrase` decrypts it to one. A file in the former encrypted format is a backup with any
-    passphrase.
+    folder is foreign or changes meanwhile, or if CA and database are of different clusters. Raise it if `file` exists
+    and is not a backup. An existing file in the age format is a backup only if `passphrase` decrypts it to one. A file
+    in the former encrypted format is a backup with any passphrase.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")

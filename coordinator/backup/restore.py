@@ -101,8 +101,9 @@ class Restored:
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """Read and verify a whole backup without any change, and return its manifest.
 
-    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it is not a backup, is
-    damaged or too new, or cannot be read. Only `restore` checks that its CA and its databases are of one cluster.
+    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it is not a backup,
+    does not fit the passphrase, is damaged or too new, or cannot be read. Only `restore` checks that its CA and its
+    databases are of one cluster.
     """
     try:
         with file.open("rb") as opened:
@@ -124,12 +125,13 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
 
     Create the folder if it is missing, and finish an interrupted swap there first.
 
-    Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
-    damaged or too new, or its CA and databases are of different clusters. Raise it also if a file cannot be read or
-    written, or the folder holds a cluster without `replace`. Raise `StateLockedError` if a coordinator runs there.
+    Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the file is
+    not a backup, does not fit the passphrase, or is damaged or too new. Raise it also if its CA and databases are of
+    different clusters. Raise it also if a file cannot be read or written, or the folder holds a cluster without
+    `replace`. Raise `StateLockedError` if a coordinator runs there.
 
-    After an error the former state is valid, unless the error occurs while the committed state is moved into place.
-    In that case the next start or restore finishes the swap.
+    After an error the former state is valid, unless the error occurs while the committed state is moved into place. In
+    that case the next start or restore finishes the swap.
     """
     try:
         lock = StateLock(create_private_folder(state))

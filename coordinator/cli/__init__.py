@@ -95,9 +95,10 @@ SECTIONS = {
         "completion": ("coordinator.cli.commands.use:completion", "Print the completion script for a shell."),
     },
 }
-"""Section of the help → verb → implementation and summary. The help is printed without an import of the verb."""
+"""Section of the help → command → implementation and summary. The help is printed without an import of the
+implementation."""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
-"""Verb → implementation and summary."""
+"""Command → implementation and summary."""
 NAMES = ("cluster", "macpool")
 """Names of the command. There are two, because graphviz installs another program `cluster` on many machines."""
 INTERRUPTED = 130
@@ -105,7 +106,8 @@ INTERRUPTED = 130
 
 
 class LazyGroup(CommandGroup):
-    """Top-level group of all verbs. It imports a verb's module only when the verb runs."""
+    """Top-level group of all commands. The module of a command is imported only when the command runs or its help is
+    printed."""
 
     def main(
         self,
@@ -115,7 +117,7 @@ class LazyGroup(CommandGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a verb and print its error.
+        """Run a command and print its error.
 
         Exit the process with one of the codes that `cluster --help` lists, unless the code is 0. A closed output pipe
         counts as success.
@@ -149,23 +151,23 @@ class LazyGroup(CommandGroup):
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb with its output filtered for terminal control sequences."""
+        """Run a command. Its output passes `filter_output`, which replaces control characters."""
         with filter_output():
             return super().invoke(ctx)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all verbs, in the order of the help."""
+        """Return the names of all commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of a verb and return its command; None if there is no such verb."""
+        """Import the module of a command and return the command; None if there is none of this name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
         return getattr(importlib.import_module(module), name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list of verbs by section for the help, without an import of their modules."""
+        """Write the list of commands by section for the help, without an import of their modules."""
         for title, verbs in SECTIONS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(14), line) for name, (_, line) in verbs.items()])

@@ -21,7 +21,7 @@ SYNONYMS = {
     "stop": "cancel",
     "download": "get",
 }
-"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has it."""
+"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has a command `revoke`."""
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     **{
         ("nodes", verb): ("node", verb)
@@ -91,9 +91,9 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
 
 
 def print_error(error: click.ClickException) -> None:
-    """Print an error to standard error. For a usage error, add the usage line and the help command.
+    """Print an error to standard error. For a usage error, add the help command, and the usage line of a command.
 
-    For a group that was called without a verb, print only the help of the group.
+    The usage line of a group is omitted. For a group that was called without a verb, print only the help of the group.
     """
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()

@@ -181,7 +181,7 @@ class ApiSession:
     def read_key(self) -> str:
         """Return the API key of --key-file, or the key of `cluster login` for --url.
 
-        Raise `CommandError` if there is neither, or if the file cannot be read.
+        Raise `CommandError` if there is neither, or if a file cannot be read; `click.UsageError` for an invalid --url.
         """
         if self.key_file is None:
             login = self.stored_login
@@ -202,7 +202,8 @@ class ApiSession:
     ) -> http.client.HTTPResponse:
         """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
 
-        Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
+        After a 401, send the request once more if the coordinator to use has changed, because a restart changes the key
+        of `run.json`. Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
         """
         reached = self.select_coordinator()
         response = send_request(reached, method, path, body, timeout)

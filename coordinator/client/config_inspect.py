@@ -167,8 +167,8 @@ def _is_part_of(key: str, faults: Collection[str]) -> bool:
 def read_node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the node, as `node.inspect.report --settings-only` prints them.
 
-    Of `environ`, only the MACPOOL_ variables are used. Raise `CommandError` if that process prints no JSON, or does not
-    end within `CHILD_TIMEOUT_SECONDS`.
+    Of `environ`, only the MACPOOL_ variables are used. Raise `CommandError` if that process cannot be started, prints
+    no JSON, or does not end within `CHILD_TIMEOUT_SECONDS`.
     """
     command = [
         sys.executable,

@@ -134,7 +134,8 @@ def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
 def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
     """Return exit code and message for a failed connection to the URL `base`.
 
-    Errno 65 on macOS means a block by local network privacy, not a network fault.
+    Errno 65 on macOS has the code `BLOCKED`, because it means local network privacy and not a network fault. A
+    certificate that this machine does not trust has the code `PIN`, any other failure `UNREACHABLE`.
     """
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (

@@ -5,7 +5,12 @@ import click
 from coordinator.client.terminal_text import replace_control_characters
 
 UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
-"""Exit codes; the whole list is in `cluster --help`."""
+"""Exit codes of failed commands, with the meanings in `cluster --help`.
+
+In order: the coordinator is not reached, the key or token is refused, something is not found. Then: refused by policy
+or memory, a timeout, another version of the protocol. The last two are a wrong pin of the CA, and a block by macOS's
+local network privacy.
+"""
 
 
 class CommandError(click.ClickException):

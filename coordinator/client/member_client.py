@@ -72,8 +72,8 @@ def get_coordinator_host(member: MemberIdentity) -> str:
 def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
     """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
 
-    Raise `CommandError` if no address answers, if the coordinator refuses, or if the peer is not the coordinator. Raise
-    it also if the peer uses another protocol, or if the certificate of the node cannot be read.
+    Raise `CommandError` if no address gives a valid answer, if the coordinator refuses, or if the peer is not the
+    coordinator. Raise it also if the peer uses another protocol, or if the certificate of the node cannot be read.
     """
     failures: list[str] = []
     for address in member.addresses:

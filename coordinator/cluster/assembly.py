@@ -34,7 +34,7 @@ class NodeLinks:
 
 
 def create_links() -> NodeLinks:
-    """Return an empty table of links, fetches over these links, and no transfer to relay."""
+    """Return the means to reach nodes, without any link or transfer so far."""
     table = LinkTable()
     return NodeLinks(table, NodeFetches(table.send), RelayTransfers())
 

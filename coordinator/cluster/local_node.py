@@ -159,8 +159,8 @@ class LocalNode:
     async def wait_until_ready(self, registry: Registry, stop: asyncio.Event, timeout_seconds: float) -> bool:
         """Wait at most `timeout_seconds` until this node can answer requests. Return whether it can.
 
-        Return False at once when `given_up` is set, or when `stop` is set because the coordinator stops. The log has
-        the reason.
+        Return False at once when `given_up` is set, or when `stop` is set because the coordinator stops. If `given_up`
+        is set, the log has the reason.
         """
         answers = asyncio.create_task(registry.wait_until_node_answers(self._read_node_id))
         ends = {asyncio.create_task(self.given_up.wait()), asyncio.create_task(stop.wait())}

@@ -30,8 +30,8 @@ class MemberAuthentication:
         """Return the member with this certificate, or `Denied` with the reason.
 
         Reasons are a certificate of another node, a node that is not a member (any more), a revoked certificate, and
-        another machine than the member's. `serial` is the serial number (hex) of the certificate `peer`. `node` and
-        `machine` are the ids that the node sent.
+        another machine than the member's. `peer` is the identity in the certificate, and `serial` its serial number in
+        hex. `node` and `machine` are the ids that the node sent.
         """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:
@@ -50,8 +50,8 @@ class MemberAuthentication:
     def renew_certificate(self, node: NodeId, csr: bytes) -> bytes:
         """Sign a member's request for a new certificate and store its serial number. Return the certificate.
 
-        Send the certificate only after the change is on disk. Raise `CertificateRequestError` for an invalid request,
-        `KeyError` for an unknown node, and `StoreError` after a failed write.
+        The caller sends the certificate only after the change is on disk. Raise `CertificateRequestError` for an
+        invalid request, `KeyError` for an unknown node, and `StoreError` after a failed write.
         """
         row = self.store.members[node]
         certificate = self.authority.sign_request(csr, node, row.name)
@@ -61,7 +61,8 @@ class MemberAuthentication:
     def revoke(self, node: NodeId, why: str) -> None:
         """Revoke a member: its certificates and its membership. `why` is stored with the revocation.
 
-        Raise `KeyError` for an unknown node, `StoreError` after a failed write.
+        Raise `KeyError` for an unknown node, `StoreError` after a failed write. The node is denied then, but its row is
+        not marked as removed.
         """
         row, now = self.store.members[node], self.wall()
         self.store.deny_list.add_node(node, now, why)

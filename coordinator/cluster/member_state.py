@@ -43,7 +43,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
 
     @property
     def placeable(self) -> bool:
-        """Whether placement may choose this node for new requests."""
+        """Whether the membership permits new requests on this node: it is ready and not cordoned."""
         return self.state is NodeState.READY and not self.cordoned
 
     def check(self) -> None:

@@ -39,8 +39,10 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def self_suspect(self) -> bool:
-        """Whether half of the living nodes fell silent at once. The coordinator's own network is the likely cause, and
-        no node is deleted."""
+        """Whether at least half of the living nodes fell silent within `CORRELATION_WINDOW_SECONDS`.
+
+        The coordinator's own network is the likely cause, and no node is deleted.
+        """
         return self.self_suspect_since is not None
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ class CommandResult:
     node: NodeId
     name: str
     seconds: float
-    """Duration of the command."""
+    """Duration of the command in seconds; 0 if `already`."""
     already: bool = False
     """Whether the model was loaded already, in which case no command was sent."""
     model: Model | None = None
@@ -52,7 +52,7 @@ class ModelOperations:
     async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
         """Load a model on `node`; None: on the best node, or on the next best if that node refuses.
 
-        Return the result, or the refusal or error if no node loads the model.
+        Return the result, the first error, or the joined refusals if every node refuses.
         """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))
@@ -102,8 +102,8 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Unload a model from `node`, or from every node that has it loaded.
 
-        Return the results, and an error for the nodes that failed or None. If no node has the model, the error is a
-        refusal. Cordoned nodes are included, because a person cordons a node to let its requests end.
+        Return the results, and an error for the nodes that failed or None. If no node has the model loaded, the error
+        is a refusal. Cordoned nodes are included, because a person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
         holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]

@@ -52,7 +52,7 @@ class NodeDirectory:
         return counts
 
     def list_warnings(self) -> list[str]:
-        """Return texts on all conditions of the pool and of linked nodes that need a person, dangers first."""
+        """Return texts about all conditions of the pool and of linked nodes that need a person, dangers first."""
         texts = self.list_dangers()
         if self._registry.pool.self_suspect:
             texts.append("half of the nodes fell silent at once: look at this machine's own network first")
@@ -63,7 +63,7 @@ class NodeDirectory:
     def list_dangers(self) -> list[str]:
         """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
 
-        Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
+        Such conditions are reduced memory protection, and usage over the cap minus leases.
         """
         return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 

@@ -58,7 +58,8 @@ class NodeRecords:
             event.set()
 
     def record_software(self, node: NodeId, hello: Hello) -> None:
-        """Record the versions of a node's macpool and protocol, and the frames that the node knows, by its Hello."""
+        """Record the versions of Macpool and of the protocol that a node runs, and the frames that the node knows, by
+        its Hello."""
         self._software[node] = hello
 
     def delete(self, node: NodeId) -> None:
@@ -82,7 +83,7 @@ class NodeRecords:
         return list(self._received)
 
     def get_software(self, node: NodeId) -> tuple[str, int]:
-        """Return a node's versions of macpool and of the protocol; empty and 0 before its first Hello."""
+        """Return a node's versions of Macpool and of the protocol; empty and 0 before its first Hello."""
         hello = self._software.get(node)
         return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 

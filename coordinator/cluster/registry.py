@@ -51,7 +51,8 @@ VIEW_BATCH_SECONDS = 0.02
 
 
 class RegistryListener(Protocol):
-    """Callbacks of the registry, implemented by the dispatcher."""
+    """Callbacks of the registry, implemented by the dispatcher and by the `ListenerFanout` to dispatcher and
+    controllers."""
 
     def set_view(self, view: ClusterView) -> None:
         """Replace the cluster view, after a change of any node."""

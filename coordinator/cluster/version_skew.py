@@ -20,7 +20,7 @@ class MemberVersion:
     name: str
     """Name of the node."""
     version: str
-    """Version of macpool; empty if the node has not linked since the coordinator started."""
+    """Version of Macpool; empty if the node has not linked since the coordinator started."""
     protocol: int
     """Protocol number; 0 if unknown."""
     state: str

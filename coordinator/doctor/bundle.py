@@ -55,7 +55,10 @@ KEPT_FIELDS = frozenset(
         "severity",
     }
 )
-"""Text fields of this project's events that are kept if they resemble a word or a number."""
+"""Text fields of an event that are kept if their value has at most 64 letters, digits or characters of `.:+-_`.
+
+Of all other fields, only numbers, booleans and null are kept.
+"""
 _WORD = re.compile(r"[\w.:+-]{1,64}")
 _NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(\s*"([^"\\{]{1,60})\"""")
 _FRAME = re.compile(r"[\w.<>-]+\.py:\d+ [\w.<>]+")

@@ -11,9 +11,13 @@ from typing import Literal
 Result = Literal["ok", "warn", "fail", "not here"]
 """Result of a check. `warn`: something works but needs attention. `not here`: the check does not apply here."""
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
-"""Exit codes of the doctor."""
+"""Exit codes of the doctor: no fault, only warnings (with `--strict`), a failed check.
+
+The last two are an unexpected peer in place of the coordinator, and a local network that macOS blocks.
+"""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
-"""Ids of checks. A failure of `LOCAL_NETWORK` has its own exit code."""
+"""Ids of the checks of the local network and the coordinator. A failure of `LOCAL_NETWORK` has the exit code
+`BLOCKED`."""
 
 
 @dataclass(frozen=True, slots=True)

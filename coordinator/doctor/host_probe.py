@@ -1,7 +1,7 @@
 """Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
 Every check uses one `HostProbe` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
-parameters. Every call has a timeout, and none raises because something is missing.
+parameters. Every tool, connection and request has a timeout, and none raises because something is missing.
 """
 
 import json
@@ -24,7 +24,7 @@ from host.subprocesses import run_process
 TOOL_TIMEOUT_SECONDS = 2.5
 """Maximum duration of a tool's run, in seconds."""
 CHILD_MARGIN_SECONDS = 0.7
-"""Seconds by which a child process must end before the whole examination."""
+"""Seconds between the end of a child process's time limit and the time limit of all checks."""
 DIAL_TIMEOUT_SECONDS = 1.5
 ANSWER_TIMEOUT_SECONDS = 2.5
 
@@ -46,8 +46,10 @@ class ToolOutput:
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
 """Function that runs a tool with a timeout in seconds. The result is None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
-"""Function that connects to a host and port by TCP, then disconnects. The result is 0, the errno, or -1 after a
-timeout."""
+"""Function that connects to a host and port by TCP, then disconnects.
+
+The result is 0, the errno of the failure, or -1 after a timeout or for a failure without errno.
+"""
 
 
 def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
@@ -118,9 +120,9 @@ class HostProbe:
     """MLX and its device, from `node.engine.process.device_info`; None if that process fails or does not end in time.
     """
     read_version: Lazy["CoordinatorAnswer"] = field(init=False)
-    """Answer of the coordinator's `/api/v1/version`."""
+    """Answer of the coordinator's `/api/v1/version`, or the failure of the request."""
     read_nodes: Lazy["CoordinatorAnswer"] = field(init=False)
-    """Answer of the coordinator's `/api/v1/nodes`."""
+    """Answer of the coordinator's `/api/v1/nodes`, or the failure of the request."""
 
     def __post_init__(self) -> None:
         """Create the values that are computed at their first use."""

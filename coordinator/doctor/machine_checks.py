@@ -1,6 +1,7 @@
 """Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service.
 
-Checks of settings that only macOS has do not apply to other systems. A check warns if its values cannot be read."""
+Checks of settings that only macOS has do not apply to other systems. A check that cannot read its values usually warns.
+"""
 
 import os
 import platform
@@ -25,7 +26,7 @@ MIN_MODEL_DISK_BYTES = 20 * GIB
 MIN_STATE_DISK_BYTES = GIB
 """Free bytes on the disk of the state folder below which the check fails."""
 MIN_OPEN_FILES = 1024
-"""Minimum limit of open files that a process needs."""
+"""Hard limit of open files below which `check_open_files` warns."""
 MAX_PANIC_AGE_DAYS = 30
 
 
@@ -193,7 +194,7 @@ def _shorten_path(path: Path) -> str:
 SECRET_FILES = ("pepper", "run.json", "cluster.db", "token", "identity.json")
 """Names of files that must be private, in addition to keys and certificates."""
 MAX_FILES_SEARCHED = 5000
-"""Files of the state folder after which `check_files` stops its search."""
+"""Maximum files of the state folder that `check_files` examines."""
 
 
 def check_files(here: HostProbe) -> Finding:

@@ -87,7 +87,8 @@ def parse_neighbours(listing: str, gateway: str | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Results of TCP connections in the local network: 0, an errno, or -1 after a timeout."""
+    """Results of TCP connections in the local network: 0, an errno, or -1 after a timeout or a failure without
+    errno."""
 
     gateway: int | None
     """Result for the gateway; None if not tried."""

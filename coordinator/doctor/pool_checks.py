@@ -18,12 +18,12 @@ from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
-"""Differences of the clocks, in seconds, above which the check warns or fails."""
+"""Differences of the clocks, in seconds: above the first the check warns, above the second it fails."""
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 """Remaining validity of a certificate below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
-"""Bytes that are read from the end of a log."""
+"""Maximum bytes that are read from the end of a log."""
 NO_INSPECTION = "the node's inspection failed or did not answer in time"
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
@@ -238,7 +238,7 @@ def _read_last_skew(log: Path) -> float | None:
 def check_protocol(here: HostProbe) -> Finding:
     """Check that this machine, the coordinator and all nodes have the same version of Macpool. Warn otherwise.
 
-    The check does not apply without a coordinator, or if it does not report its version.
+    The check does not apply without a coordinator, or if the coordinator does not report its version.
     """
     from importlib.metadata import version
 
@@ -280,10 +280,10 @@ def check_identity(here: HostProbe) -> Finding:
 
 
 def check_video(here: HostProbe) -> Finding:
-    """Check that the ports of this Mac's Ray are free, if video is enabled and Ray is installed. Fail otherwise.
+    """Check that the ports of this Mac's Ray are free. Fail if one is in use, unless this node has ever started Ray.
 
-    Ports in use are no fault if this node has started Ray, because its own Ray may use them. The check does not apply
-    if the node's inspection did not answer.
+    Ray of this node may then use them itself. The check does not apply if video is not enabled, if Ray is not
+    installed, or if the node's inspection did not answer.
     """
     from importlib.metadata import PackageNotFoundError, version
 

@@ -26,7 +26,7 @@ SINGLE_HEADERS = frozenset(
         b"x-session-id",
     }
 )
-"""Headers that may occur at most once."""
+"""Headers that may occur at most once. A head that repeats one of them is refused with 400."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
 UNKNOWN_TRANSFER_CODING = Problem(

@@ -41,7 +41,7 @@ from wire.identity import is_valid_request_id
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 _HEAD_START_BYTES = len(REQUEST_START) - 2  # the empty line may begin with the line break of the first line
 MAX_CACHED_HEADS = 512
-"""Maximum cached heads. A client repeats the same head with every request."""
+"""Maximum cached heads, which clients repeat with every request. The next new head empties the cache."""
 MAX_HEAD_BYTES = 8192
 """Maximum bytes of a head on the fast path. The app answers requests with a longer head."""
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"

@@ -13,16 +13,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 MAX_CONNECTIONS = 4096
-"""Maximum connections in total."""
+"""Maximum connections of the HTTP port in total, also if the limit of open files allows more."""
 RESERVED_FILES = 512
-"""Descriptors reserved for the nodes' links, the database, the log and child processes."""
+"""File descriptors that connections leave free for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
-"""Maximum concurrent TLS handshakes, over all addresses."""
+"""Maximum concurrent TLS handshakes, over all addresses. Above that, the oldest handshake is ended for a new
+connection."""
 MAX_NEW_CONNECTIONS = 128
 """Default for the maximum connections of an address without a valid key. The setting is
 `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
-"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key."""
+"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key. Above that, the origin
+whose last valid key is oldest is forgotten."""
 
 
 def compute_max_connections(files: int) -> int:
@@ -53,7 +55,8 @@ def get_origin(address: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(address: str) -> bool:
-    """Return whether an address is loopback. A text that is not an IP address counts as this machine."""
+    """Return whether an address is loopback. A text that is not an IP address, such as that of a local socket, counts
+    as loopback."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -131,7 +134,7 @@ class ConnectionSlots:
         self._handshaking: OrderedDict[ConnectionSlot, None] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
         self.shed = 0
-        """Number of idle connections that were closed for a new one."""
+        """Number of idle connections and unfinished handshakes that were closed for a new connection."""
         self.refused = 0
         """Number of connections for which no slot was free."""
 

@@ -38,7 +38,10 @@ class CrossOriginAccess:
 
 
 def is_preflight(method: str, headers: Iterable[Header]) -> bool:
-    """Return whether a request asks for permission of a later request. Browsers send it without an API key."""
+    """Return whether a request is a preflight request: it asks whether a page may send another request (CORS).
+
+    Browsers send preflight requests without an API key.
+    """
     return method == "OPTIONS" and any(name == b"access-control-request-method" for name, _ in headers)
 
 

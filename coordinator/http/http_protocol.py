@@ -31,7 +31,7 @@ from router.http.exchange import choose_request_id
 HEAD_TIMEOUT_SECONDS = 10.0
 """Maximum seconds until a request head is complete, and for the rest of a body whose answer is already complete."""
 MAX_HEAD_BYTES = 32 * 1024
-"""Maximum bytes of a request head."""
+"""Maximum bytes of a request head. A longer head is refused with 431."""
 MAX_PIPELINED_BYTES = 64 * 1024
 """Maximum bytes that a client may send ahead of the answer to its last request. With more, the connection ends after
 that answer."""

@@ -12,7 +12,7 @@ from host.local_names import list_addresses
 class ListenerAddress:
     """Address of a listening socket, with the URLs that lead to it.
 
-    With a wildcard as `host`, each URL has the current address of this machine. A machine that starts before its
+    With a wildcard as `host`, `build_url` uses the current address of this machine. A machine that starts before its
     network, or moves to another one, changes its addresses.
     """
 

@@ -105,8 +105,8 @@ class OriginCheck:
         """Check host and origin of a request. Header names are in lower case. `is_allowed_origin`: a page of its origin
         may send this request.
 
-        Return the problem for an unknown, missing or repeated host (421) or a state change from another site (403).
-        Return None if the request is accepted.
+        Return the problem for an unknown, missing or repeated host (421) or a state change from a page of another
+        origin (403). Return None if the request is accepted.
         """
         hosts: list[bytes] = []
         origin = site = b""

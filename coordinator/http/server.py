@@ -21,13 +21,14 @@ from router.errors import Problem
 log = structlog.get_logger("coordinator.http.server")
 
 BACKLOG = 2048
-"""Maximum connections that wait in the kernel for acceptance."""
+"""Requested maximum of connections that wait in the kernel for acceptance. The system may allow fewer."""
 ACCEPT_PAUSE_SECONDS = 0.1
-"""Delay after a failed accept; descriptors become free when other connections end."""
+"""Seconds between a failed accept and the next. File descriptors may become free in this time."""
 HTTP_STARTS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
 """First bytes of a request without TLS."""
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds from the acceptance of a connection to the end of its TLS handshake."""
+"""Maximum seconds from the acceptance of a connection to the end of its TLS handshake. Then the connection is
+closed."""
 
 
 class Server(uvicorn.Server):

@@ -67,7 +67,7 @@ class ApprovalRequest:
 
     waiting: WaitingNode
     wake: Callable[[], object]
-    """Called once, when `decision` or `displaced` is set."""
+    """Function that is called when `decision` or `displaced` is set, at most once."""
     decision: ApprovalDecision | None = None
     displaced: bool = False
     """Whether the request was removed in favour of a node from another address."""
@@ -119,7 +119,8 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code, with expired ones until the next call with `now`."""
+        """Requests to join that wait for a decision, by code. Expired requests remain until the next call with
+        `now`."""
         return self._requests
 
     def enqueue(
@@ -127,7 +128,7 @@ class ApprovalQueue:
     ) -> ApprovalRequest | float:
         """Enqueue a node at `now` (monotonic seconds). Return its request, or the seconds until a retry may succeed.
 
-        `wake` is called once, when a person has decided or the request has lost its place in the queue.
+        `wake` is called at most once, when a person has decided or the request has lost its place in the queue.
 
         Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
         requests loses its oldest one. That address must have at least two more than this node's address.

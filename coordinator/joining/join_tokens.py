@@ -21,7 +21,10 @@ log = structlog.get_logger()
 DEFAULT_TOKEN_SECONDS = 3600.0
 """Default lifetime of a token, in seconds."""
 EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
-"""Seconds for which an expired token is kept, so that its late use is denied with `token_expired`."""
+"""Minimum seconds for which an expired token is kept, so that its late use is denied with `token_expired`.
+
+After that, the next creation of a token deletes it.
+"""
 
 _UNKNOWN_DIGEST = bytes(32)
 """Key for the MAC check of an unknown token, because both answers must take the same time."""
@@ -83,7 +86,7 @@ class JoinTokens:
     def create(
         self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
     ) -> JoinToken:
-        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
+        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if one of them is not positive.
 
         `name` is shown in the list of tokens. With `replaces`, the machine of a member may join again in that member's
         place without the member's key, until this process ends. Delete the tokens that expired more than

@@ -4,11 +4,17 @@ import ipaddress
 from collections import OrderedDict
 
 MAX_ADDRESSES = 4096
-"""Maximum number of addresses with a token bucket. Above that, the least recently used bucket is removed."""
+"""Maximum number of addresses with a token bucket. Above that, the least recently used bucket is removed.
+
+An IPv6 /64 network counts as one address (`get_network`).
+"""
 
 
 class RateLimit:
-    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` a minute."""
+    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` a minute.
+
+    An IPv6 /64 network counts as one address (`get_network`).
+    """
 
     def __init__(self, per_minute: float = 30.0, burst: int = 10) -> None:
         self._rate = per_minute / 60.0

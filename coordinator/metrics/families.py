@@ -1,7 +1,8 @@
 """Metric families: name, meaning, and a function that reads the series from a snapshot.
 
 Invariants
-- A label value is from a closed set, or the name of a member, a valid API key, or a model of a member.
+- A label value is from a closed set, a name (of a member, model, upstream or valid API key), or a version.
+  A text of a node is limited by `labels`.
 - At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, no id or secret of a key, no address and no error text is ever a label.
 - A value that is not finite is omitted: a node with invalid values loses its own series, never the scrape.

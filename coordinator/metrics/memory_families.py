@@ -19,7 +19,7 @@ from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, His
 from wire.refusals import RefusalCode
 
 SITES = ("preflight", "prefill", "join", "grow", "load", "embed", "probe", "restore")
-"""Places in the engine that request checks, as label values; another place becomes `OTHER`."""
+"""Places in the engine where the gate makes its checks, as label values; another place becomes `OTHER`."""
 TERMS = ("static", "setting", "metal", "container", "dynamic", "leases", "unreadable")
 """Terms that can set the ceiling, as label values; another term becomes `OTHER`."""
 SOURCES = ("phys_footprint", "statm", "scripted")

@@ -34,7 +34,7 @@ WARM_UP_TOKENS = 16
 TOKEN_IDS = range(32, 480)
 """Token ids of the prompts: within every vocabulary, and beyond the control tokens at the start of most of them."""
 MIN_GENERATED_TOKENS = 8
-"""Generated tokens of a request below which the speed of decode is not computed."""
+"""Minimum average of generated tokens per request for which the speed of decode is computed."""
 BENCHMARK_KEY = "benchmark"
 """Key of the requests in usage and in the queue. No API key has this id."""
 BENCHMARK_LIMITS = KeyLimits(priority="low", upstreams=False)
@@ -167,7 +167,8 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
 
     The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
     decode is the maximum decode time of a request. The first token of an answer belongs to prefill. A speed is 0 if its
-    duration is 0, or if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not be empty.
+    duration is 0. The speed of decode is also 0 if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not
+    be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

@@ -41,9 +41,9 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     node: NodeId
     model: str
     fingerprint: str
-    """Version of the model: samples of its files."""
+    """Identity of the model version, from samples of its files."""
     content: str = ""
-    """Version of the model: digests of its files; empty if they were not hashed."""
+    """Identity of the model version, from digests of its files; empty if they were not hashed."""
     chip: str = ""
     system: str = ""
     """Operating system with its version."""
@@ -52,7 +52,8 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int
-    """Maximum prompt tokens that fit into the memory of the idle node."""
+    """Maximum tokens of prompt and answer together that fit into the memory of the idle node and the model's
+    context."""
     runs: tuple[BenchmarkRun, ...]
 
     @property

@@ -18,7 +18,7 @@ from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError
 
 BACKOFF_SECONDS = 10.0
-"""Wait after the first failure of an action, in seconds."""
+"""Wait after the first refusal or failure of an action, in seconds. Each further one in a row doubles it."""
 MAX_BACKOFF_SECONDS = 600.0
 MIN_SWAP_SECONDS = 10.0
 """Minimum cost of a swap, in seconds, because the load time of a model may be unknown and then counts as 0."""
@@ -30,9 +30,9 @@ class Swap(msgspec.Struct, frozen=True):
     model: str
     """Model that needed the memory."""
     cost_seconds: float
-    """Expected seconds to load the model and the unloaded ones again."""
+    """Expected seconds to load the model and the unloaded ones again, and at least `MIN_SWAP_SECONDS`."""
     ended: bool
-    """Whether the load has ended."""
+    """Whether the load of `model` has ended, successfully or not."""
     at: float
     """Start of the running unload of this swap, or end of its last action, in monotonic seconds."""
 
@@ -45,22 +45,28 @@ class NodeHistory(msgspec.Struct, frozen=True):
     ended_at: float = -1.0
     """End of the last action, in monotonic seconds; -1 before the first."""
     done: WishAction | None = None
-    """Last action, if it succeeded; else None."""
+    """Action that ended last, if it succeeded; else None."""
     swap: Swap | None = None
     """Last swap; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):
-    """Refusals or failures of one action in a row. The action is the load or unload of one model on one node."""
+    """Refusals and failures in a row of loads and unloads of one model on one node."""
 
     count: int
     """Number of refusals or failures since the last success."""
     until: float
-    """Time before which the action is not tried again, in monotonic seconds."""
+    """Time before which neither a load nor an unload is tried again, in monotonic seconds.
+
+    A load that was refused for memory is tried earlier if the headroom of the node has grown.
+    """
     why: str
     """Text of the last refusal or failure."""
     headroom: int | None = None
-    """Headroom in bytes with which the node refused a load for memory; None for any other reason."""
+    """Headroom of the node in bytes if the last action was refused for memory; None after any other failure.
+
+    For a load, it is the larger of the headrooms before the order and after the refusal.
+    """
 
 
 class ActionHistory(msgspec.Struct, frozen=True):
@@ -71,11 +77,11 @@ class ActionHistory(msgspec.Struct, frozen=True):
     failures: Mapping[tuple[NodeId, str], ActionFailure] = msgspec.field(
         default_factory=dict[tuple[NodeId, str], ActionFailure]
     )
-    """Last failures by node and model."""
+    """Refusals and failures since the last success, by node and model."""
     used_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     """Time of the last round that found a request of each model: queued, running, or ended since the round before."""
     wished_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Time since which a wish for each model is known, or of its last load if that is later."""
+    """Time since which a wish for each model is known, or of its last successful load for the wish if that is later."""
     replicas: Mapping[tuple[NodeId, str], float] = msgspec.field(default_factory=dict[tuple[NodeId, str], float])
     """Time at which each replica, by node and model, was last seen ready."""
 
@@ -122,7 +128,7 @@ class ActionEnded(msgspec.Struct, frozen=True):
 
 
 class RoundBegan(msgspec.Struct, frozen=True):
-    """Event: a round reads this state of the pool. `wished` are the models with a wish."""
+    """Event: a round of the reconciler reads this state of the pool. `wished` are the models with a wish."""
 
     pool: PoolState
     wished: frozenset[str]

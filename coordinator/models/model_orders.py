@@ -8,7 +8,10 @@ from wire.frames import Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgre
 from wire.identity import NodeId
 
 ORDER_TIMEOUT_SECONDS = 6 * 3600.0
-"""Maximum seconds of an order: the verification of a terabyte from a slow disk."""
+"""Maximum wait for the end of an order in seconds, enough to verify a terabyte from a slow disk.
+
+The order continues on the node after that.
+"""
 MAX_OPEN_ORDERS = 64
 
 

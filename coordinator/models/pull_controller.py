@@ -61,7 +61,7 @@ from wire.units import show_size
 MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
 MAX_OPEN_PULLS = 16
 PULL_BITS = 20
-"""Number of low bits of an order number that number the orders of one pull."""
+"""Size in bits of the lowest part of an order number, which counts the orders of one pull."""
 
 log = structlog.get_logger("coordinator.models.pull_controller")
 
@@ -166,9 +166,11 @@ class PullController:
                 log.warning("pull not deleted", pull=pull, why=str(error))
 
     def find_waiting_refusal(self, model: str) -> Refused | None:
-        """Return the refusal of a request for a model that a node pulls now, with progress and time; None otherwise.
+        """Return the refusal of a request for a model that a node pulls now, with the progress and the expected time
+        left.
 
-        The refusal is not final: the request waits for the model in the queue.
+        Return None if no node pulls the model now. The refusal is not final: the request waits for the model in the
+        queue.
         """
         return next((refused for refused in map(self._refuse_for_now, self._find_open_pulls(model)) if refused), None)
 
@@ -239,7 +241,7 @@ class PullController:
         self.orders.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the quantizations of a node that is no longer a member, and each pull on that node.
+        """End the quantizations of a node that is no longer a member, and fail each open pull on that node.
 
         The pulls continue on their other nodes.
         """

@@ -23,11 +23,13 @@ the same values.
 class NodeSelection(StrEnum):
     """Selection of the nodes of a pull.
 
-    A node whose version cannot pull models is never selected. A node that has the model needs no room on its disk.
+    A node that has the model needs no room on its disk. A node with an unknown cap counts as one with room in its
+    memory. A linked node whose disk is unknown is not selected: its version cannot pull models, or the disk cannot be
+    read. An unlinked node whose disk is unknown counts as one with room.
     """
 
     NAMED = "named"
-    """The named nodes that have room on their disks, also if their memory has no room, or if they are away now."""
+    """Named nodes that have room on their disks. Room in memory is not required, and a node may be away now."""
     ALL = "all"
     """Every member that has room on its disk and in its memory, also members that are away now."""
     AUTO = "auto"

@@ -12,7 +12,7 @@ from host.private_files import create_private_folder, write_private
 from wire.models.files import ModelManifest
 
 MAX_ENDED_RECORDS = 50
-"""Maximum number of records of ended pulls."""
+"""Maximum number of records of ended pulls. The oldest above it are deleted when a pull starts."""
 _ID = re.compile(r"pull-[0-9a-f]{12}")
 
 log = structlog.get_logger("coordinator.models.pull_records")
@@ -32,7 +32,8 @@ class PullRecord:
     """Actor that started the pull, as `AuditRow.actor`."""
 
     def set_state(self, state: PullState, now: float) -> "PullRecord":
-        """Return the record with another state. If it has no end and the state has ended, `now` is the end."""
+        """Return the record with another state. `now` (Unix seconds) becomes the end if the pull ends with this
+        state."""
         return replace(self, state=state, ended=self.ended or (now if state.has_ended else None))
 
 

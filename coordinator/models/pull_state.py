@@ -43,18 +43,22 @@ from wire.models.files import SourceKind
 from wire.state_machine import IllegalEventError
 
 MAX_RETRIES = 8
-"""Maximum retries of one node without progress."""
+"""Maximum retries of one node without progress. At the next fault, the pull fails on that node."""
 MAX_MIRROR_RETRIES = 2
 """Retries without progress after which a node gets the files from the hub although a mirror listens."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
-"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds."""
+"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds.
+
+A fault with a wait of its own (`ModelOrderEnded.retry_after`) is retried after that wait.
+"""
 MAX_RATE_LIMIT_SECONDS = 3600.0
 """Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails on the
 node."""
 UNLINKED_SECONDS = 60.0
 """Seconds without a link after which a node's order counts as lost, so that another node can download in its place."""
 MIRROR_START_SECONDS = 20.0
-"""Maximum seconds for a node to open its mirror."""
+"""Maximum seconds for a node to open its mirror. After that its order is cancelled, and another node serves this
+pull."""
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
 """Codes that are faults of the repository if they come from the hub. They would occur on every node."""
 

@@ -40,7 +40,7 @@ class NodePull:
     unlinked_at: float = 0.0
     """Time at which the link was lost."""
     phase: str = ""
-    """Phase that the node reported last."""
+    """Phase that the node reported last for its newest order; empty before a report, and without an open order."""
     done: int = 0
     """Bytes on the disk."""
     total: int = 0
@@ -55,7 +55,8 @@ class NodePull:
     retry_at: float = 0.0
     """Time before which no order is sent; 0 if an order may be sent now."""
     rejects_mirror: bool = False
-    """Whether a mirror failed for this node. The node then gets the files from the hub."""
+    """Whether a mirror sent wrong content to this node, or was lost too often. The node then gets the files from the
+    hub."""
     code: str = ""
     """Code of the newest end of an order."""
     message: str = ""
@@ -80,7 +81,7 @@ class PullState:
     """State of a pull: its nodes, and the mirror between them. `pull_state.step` changes it by events."""
 
     nodes: Mapping[NodeId, NodePull]
-    """Nodes of the pull. The linked node with most bytes on its disk downloads from the hub; of several, the first."""
+    """Pull on each node, by the id of the node."""
     next_order: int
     """Number of the next order."""
     mirror: Mirror | None = None

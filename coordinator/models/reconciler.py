@@ -1,6 +1,6 @@
 """Reconciler of wishes: decides which models to load and unload, so that each wish has its replicas. Pure.
 
-Theory. A round compares the wishes with the newest view and returns actions. The runner carries them out and records
+Theory. A round compares the wishes with the newest view and returns actions. `wish_runner` carries them out and records
 them in the history. The next round starts from the new view. No plan is kept between rounds: a changed wish, a lost
 node or a request of a client changes the next round.
 

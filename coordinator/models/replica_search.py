@@ -49,7 +49,10 @@ class Obstacle(StrEnum):
     CANNOT_LOAD = "cannot load"
     OTHER_MODEL = "other model"
     BUSY = "busy"
-    """The node acts for another model, loads one, or has not reported since its last action."""
+    """The node performs another action, was chosen for one in this round, loads a model or makes room for requests.
+
+    Or it has not reported since its last action.
+    """
     SPACED = "spaced"
     """The node swapped models, and the cost of that swap in seconds (`Swap.cost_seconds`) has not passed since."""
     BACKOFF = "backoff"
@@ -78,15 +81,20 @@ class NodeOption(msgspec.Struct, frozen=True):
     loads, negative headroom, name.
     """
     victims: tuple[str, ...] = ()
-    """Models to unload."""
+    """Models to unload before the load, the first one by `action`."""
     need: int = 0
-    """Bytes that a replica needs."""
+    """Headroom in bytes that the node needs to load the model and serve a request of one token; 0 if not evaluated."""
     obtainable: int = 0
-    """Bytes of headroom once all models that may be unloaded are unloaded."""
+    """Maximum headroom in bytes for a replica: the headroom plus the weights of the models that may be unloaded for it.
+
+    It is limited to the headroom of the node without models (`compute_most_bytes`). If the replica fits now, no model
+    may be unloaded for it. 0 if not evaluated.
+    """
 
     @property
     def waits(self) -> bool:
-        """Whether the node can act later without a change by a person: it is busy, or has swapped models before."""
+        """Whether the node can act in a later round of its own accord: it is busy now, or must wait after an earlier
+        swap."""
         return self.obstacle in (Obstacle.BUSY, Obstacle.SPACED)
 
 
@@ -117,7 +125,8 @@ class ReplicaSearch:
         self._leaving: dict[str, int] = {}
 
     def take(self, option: NodeOption) -> None:
-        """Reserve the node of an option for its action, and record the replicas that the action unloads."""
+        """Reserve the node of an option for its action, and record the replicas that the node unloads for the
+        option."""
         self.reserve_node(option.node.id)
         for name in option.victims:
             self._leaving[name] = self._leaving.get(name, 0) + 1
@@ -127,7 +136,8 @@ class ReplicaSearch:
         self._taken.add(node)
 
     def list_unloadable(self, state: WishState) -> list[NodeView]:
-        """Return the nodes from which an idle model can be unloaded now."""
+        """Return the nodes from which the model of `state` can be unloaded now. The caller checks that its idle time
+        has passed."""
         return [
             node
             for node in self._pool.view.nodes

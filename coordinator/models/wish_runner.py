@@ -83,7 +83,11 @@ class WishRunner:
         return WishSnapshot(self._counters, {state.wish.model: (state.wanted, len(state.ready)) for state in states})
 
     async def run(self) -> None:
-        """Carry out the plans until the task is cancelled. Then cancel the begun actions; failed rounds are logged."""
+        """Carry out the plans until the task is cancelled. A round that fails is logged, and the next one starts as
+        usual.
+
+        A cancellation also ends the wait for begun actions. A load continues on its node.
+        """
         try:
             while True:
                 await self._woken.wait()

@@ -1,4 +1,7 @@
-"""Values of the desired state: the wish for a model, the actions for it, and the plan of one round."""
+"""Values of the desired state: the wish for a model, the actions for it, and the plan of one round.
+
+A round is one evaluation of all wishes by the reconciler.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,9 +13,9 @@ from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
 
 MAX_REPLICAS = 1000
-"""Maximum replicas of a wish."""
+"""Maximum replicas of a wish. The API refuses a higher number with 400."""
 MAX_EVICTION_COST = 1000
-"""Maximum eviction cost of a wish."""
+"""Maximum eviction cost of a wish. The API refuses a higher cost with 400."""
 DEFAULT_EVICTION_COST = 10
 """Eviction cost of a wish without a given cost. Lower costs are for models that should be evicted first."""
 
@@ -31,7 +34,11 @@ class Wish(msgspec.Struct, frozen=True):
     idle_unload_seconds: float | None = None
     """Seconds without a request after which all replicas are unloaded, until the next request; None: never."""
     eviction_cost: int = DEFAULT_EVICTION_COST
-    """A replica is evicted only for a wish with a higher cost. Wishes with a higher cost are served first."""
+    """The reconciler unloads a replica for memory only for a wish with a higher cost. A surplus replica counts as cost
+    0.
+
+    Wishes with a higher cost are served first.
+    """
     load_at_boot: bool = True
     """Whether replicas are loaded before the first request since the coordinator started."""
 
@@ -44,7 +51,7 @@ class LoadWish(msgspec.Struct, frozen=True):
     """Display name of the node."""
     model: str
     seconds: float = 0.0
-    """Expected duration of the load."""
+    """Expected duration of the load; 0 if unknown."""
     headroom: int = 0
     """Headroom of the node in bytes, by the report on which the action is based."""
 
@@ -67,10 +74,12 @@ class UnloadWish(msgspec.Struct, frozen=True):
     model: str
     why: UnloadReason
     wanted: str = ""
-    """Model that needs the memory; empty for an idle model."""
+    """Model that needs the memory; empty if `why` is `UnloadReason.IDLE`."""
     seconds: float = 0.0
-    """Cost of the swap in seconds: expected time to load `wanted` now, and later all models unloaded for it. 0 for an
-    idle model."""
+    """Cost of the swap in seconds: expected time to load `wanted` now, and later all models unloaded for it.
+
+    0 if `why` is `UnloadReason.IDLE`.
+    """
 
 
 WishAction = LoadWish | UnloadWish
@@ -111,7 +120,7 @@ class PoolState(msgspec.Struct, frozen=True):
     now: float
     """Monotonic seconds."""
     in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
-    """Models of the running requests, by node."""
+    """Models of the running requests, by node; not read, and empty, if there are no wishes."""
     requested: frozenset[str] = frozenset()
     """Models of queued requests, and of those that ended since the last round."""
 

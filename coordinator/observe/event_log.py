@@ -17,7 +17,7 @@ from typing import Any
 MAX_EVENTS = 500
 """Maximum events in the ring."""
 MAX_QUEUED_EVENTS = 200
-"""Maximum queued events of one reader."""
+"""Maximum queued events of one reader, or the number of events that the reader gets first if that is more."""
 MAX_READERS = 64
 """Maximum concurrent readers."""
 KEEPALIVE_SECONDS = 15.0

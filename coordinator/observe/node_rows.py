@@ -194,7 +194,7 @@ def can_answer(view: NodeView) -> bool:
 
 
 def list_warnings(view: NodeView) -> list[str]:
-    """Return texts on conditions of a node that prevent requests: gate, memory or engine."""
+    """Return texts about conditions of a node that prevent requests: gate, memory or engine."""
     memory, engine, warnings = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
         warnings.append(f"its gate is not armed: it refuses every request ({engine.state})")
@@ -209,7 +209,7 @@ def list_warnings(view: NodeView) -> list[str]:
 
 
 def list_dangers(view: NodeView) -> list[str]:
-    """Return texts on reduced memory protection of a node, and on usage over its cap.
+    """Return texts about reduced memory protection of a node, and about usage over its cap.
 
     The node's own warnings come first. A guard that is off and a margin of 0 are added unless a warning names them.
     """

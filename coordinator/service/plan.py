@@ -12,10 +12,13 @@ UNIT = "macpool.service"
 MODULE = "coordinator.cli"
 """Module that every service runs. A unit of a service without it was not written by this program."""
 STOP_TIMEOUT_SECONDS = 45
-"""Seconds from the stop signal to a kill. Longer than the two drains together, because first the requests end and then
-the local node."""
+"""Seconds from the stop signal to a kill.
+
+With default settings that is longer than both drains together: first the requests end, then the local node.
+"""
 THROTTLE_SECONDS = 10
-"""Minimum seconds between two starts."""
+"""Minimum seconds between two starts by launchd; with systemd, seconds between the end of the service and its next
+start."""
 MAX_OPEN_FILES = 8192
 """Limit of open files of the service."""
 
@@ -74,19 +77,24 @@ class ServiceState:
     """State of the service, as the service manager reports it."""
 
     loaded: bool = False
-    """Whether the manager knows the unit."""
+    """Whether launchd has loaded the job, or systemd has read a unit of this name, also a disabled one."""
     running: bool = False
     """Whether the service has a process."""
     pid: int | None = None
     """Process id; None if no process runs."""
     last_exit: str = ""
-    """Last signal, exit code or result; empty if the service never exited, or exited without an error under systemd."""
+    """Last signal, exit code or result. Empty if the service never exited; with systemd, also after an exit without an
+    error."""
     properties: dict[str, str] = field(default_factory=dict[str, str])
     """Properties in the manager's output, by name."""
 
 
 def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
-    """Return why these arguments cannot be in a unit; None if they can. Every user of the machine can read a unit."""
+    """Return why these arguments cannot be in a unit; None if they can.
+
+    Tokens are refused because every user of the machine can read a unit. Also refused: `--state`, and unprintable
+    characters.
+    """
     for argument in arguments:
         name = argument.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):

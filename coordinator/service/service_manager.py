@@ -107,7 +107,8 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run."""
+        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run, or does not
+        end in time."""
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -116,9 +117,10 @@ class ServiceHost:
         )
 
     def load_unit(self) -> None:
-        """Load the unit into the manager, and start it now and at each boot.
+        """Make the manager read the unit, and start the service now and at each boot.
 
-        Raise `ServiceError` if launchctl or systemctl fails.
+        On Linux, restart a service that runs. Raise `ServiceError` if launchctl or systemctl fails; on macOS also if
+        the job is loaded already.
         """
         if self.mac:
             self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
@@ -129,8 +131,9 @@ class ServiceHost:
         self.run_tool_checked("systemctl", "restart", UNIT)
 
     def unload_unit(self, label: str = LABEL) -> None:
-        """Stop and unload the service, and wait for its end; on macOS, the job `label`. Do nothing if it is not loaded.
+        """Stop the service and wait for its end. On macOS, unload the job `label`. On Linux, disable the unit.
 
+        A disabled unit no longer starts at boot. Linux ignores `label`. Do nothing if the job or unit is not loaded.
         Raise `ServiceError` if launchctl or systemctl fails, or if the job does not end.
         """
         if self.mac:
@@ -159,7 +162,8 @@ class ServiceHost:
             pause.wait(UNLOAD_POLL_SECONDS)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
+        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails, or if
+        the service does not end in time."""
         if self.mac:  # `kickstart -k` would kill the service, and its requests would be lost
             self.unload_unit()
             self.load_unit()

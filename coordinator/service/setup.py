@@ -137,7 +137,8 @@ def install(
     """Carry out the plan, and wait up to `timeout_seconds` until the service runs.
 
     Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
-    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
+    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored and loaded,
+    or the new one removed.
     """
     before, done = check_plan(host, plan), list[str]()
     wanted, service_state = host.render_unit(plan), host.read_state()

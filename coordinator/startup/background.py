@@ -123,8 +123,9 @@ async def start_local_node(
 ) -> bool:
     """Start the node on this machine. Return whether it can answer requests within `LOCAL_NODE_TIMEOUT_SECONDS`.
 
-    Return False at once when `stop` is set. `stack` stops the node. Raise `OSError` if its process cannot be started,
-    and `StoreError` if the join token cannot be stored.
+    Return False at once when `stop` is set, or when the node is not restarted any more (`LocalNode.given_up`). `stack`
+    stops the node. Raise `OSError` if its process cannot be started, and `StoreError` if the join token cannot be
+    stored.
     """
     address = f"{get_local_host(options.cluster_listen[0])}:{cluster.port}"
     node = LocalNode(

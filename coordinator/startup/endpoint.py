@@ -40,7 +40,8 @@ from router.http.app import Forwarder, RouterApp, build_openapi_paths
 from router.settings import RouterSettings
 
 MAX_OPEN_FILES = 8192
-"""Limit of open files, which include connections, that this process sets for itself."""
+"""Limit of open files, connections included, to which this process raises a lower limit, as far as the system
+permits."""
 
 
 @dataclass(frozen=True, slots=True)

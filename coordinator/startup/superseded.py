@@ -25,7 +25,10 @@ class SupersededHandler:
         """First proof of a node; None without one."""
 
     def handle(self, mark: SupersededMark) -> None:
-        """Record the first proof in the state folder and stop the coordinator. Ignore further proofs."""
+        """Record the first proof in the state folder and stop the coordinator, also if the record cannot be written.
+
+        Ignore further proofs.
+        """
         if self.mark is not None:
             return
         self.mark = mark

@@ -83,7 +83,7 @@ class AccessAdmin:
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
 
-        Raise `ValueError` unless both are positive, `StoreError` after a failed write.
+        Raise `ValueError` if one of them is not positive, `StoreError` after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
@@ -200,7 +200,7 @@ class AccessAdmin:
     def list_audit_entries(self, last: int) -> dict[str, Any]:
         """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
 
-        An actor that is a key has its name in `actor_name`.
+        `actor_name` is the name of an actor that is a stored key; empty for any other actor, also for a revoked key.
         """
         names = {row.id: row.name for row in self.store.keys.values()}
         entries = list(self.store.audit)

@@ -15,8 +15,8 @@ def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, copy the database
     to the file `NAME.schema-VERSION` next to it.
 
-    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer macpool. Raise it also if
-    the copy cannot be written.
+    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer version of Macpool. Raise
+    it also if the copy cannot be written.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

@@ -16,7 +16,8 @@ from coordinator.state.store_errors import StoreError
 RETRY_SECONDS = 5.0
 """Seconds between two attempts to write changes that could not be written, for example because the disk is full."""
 MAX_UNWRITTEN = 100_000
-"""Maximum changes that wait for a disk. Above it, no change is written until the coordinator restarts."""
+"""Maximum changes that wait for a disk. With more, no change is written until the coordinator restarts, and all that
+wait are lost."""
 
 log = structlog.get_logger()
 
@@ -49,9 +50,9 @@ class StoreWriter:
         self.raise_failure()
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when every change before this call is on disk. It raises `StoreError` if that is
-        not possible now; later changes have no effect on it.
+        """Return a future that is done when every change before this call is on disk.
 
+        The future fails with `StoreError` if these changes cannot be written now. Later changes have no effect on it.
         Do not call after `close`, because the future would never be done.
         """
         loop = asyncio.get_running_loop()
@@ -69,7 +70,7 @@ class StoreWriter:
         return done
 
     def close(self) -> None:
-        """Write pending changes and close the database. Call `raise_failure` to find out whether any is not written."""
+        """Write pending changes and close the database. `raise_failure` then raises if a change is not written."""
         self._writes.put(None)
         self._thread.join()
         self._connection.close()

@@ -19,7 +19,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 MAX_AUDIT_ENTRIES = 10_000
-"""Maximum entries of the audit log."""
+"""Maximum entries of the audit log. The oldest above it are deleted."""
 Key = TypeVar("Key")
 Row = TypeVar("Row")
 
@@ -177,9 +177,9 @@ class UsageTable:
         return list(self._rows.values())
 
     def delete_before(self, before: str, days: int) -> None:
-        """Delete the usage of all days before `before` (`2026-01-31`), if at least `days` later days have usage.
+        """Delete the usage of all days before `before` (`2026-01-31`).
 
-        Raise `StoreError` after a failed write.
+        Delete nothing unless at least `days` days from `before` on have usage. Raise `StoreError` after a failed write.
         """
         old = [row for row in self._rows if row[2] < before]
         if not old or len({row[2] for row in self._rows if row[2] >= before}) < days:

@@ -15,10 +15,10 @@ from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter, UsageTotals
 
 USAGE_DAYS = 400
-"""Days for which usage is stored."""
+"""Days for which usage is stored. Older usage is deleted."""
 CONFIRMING_DAYS = 7
-"""Days with usage among the last USAGE_DAYS days without which nothing is deleted. A clock that is ahead for a moment
-therefore deletes nothing."""
+"""Minimum number of days with usage, among the last USAGE_DAYS days, before older usage is deleted. A clock that is
+ahead for a short time therefore deletes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class UsageHistory:
     def record(self, usage: UsageCounter) -> None:
         """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
 
-        Nothing is deleted before there is usage of `CONFIRMING_DAYS` days after these rows.
+        Nothing is deleted until at least `CONFIRMING_DAYS` of the later days have usage.
 
         Raise `StoreError` while changes cannot be written. The sums have the counts, which wait for the disk.
         """
@@ -59,9 +59,10 @@ class UsageHistory:
     def prepare_sum(
         self, key: str | None = None, since: str = "", *, daily: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the result of `sum`, from the rows of now.
+        """Return a function that returns the result of `sum` over the rows that exist now.
 
-        The function may run in any thread: a year of many keys takes more than a second.
+        The function may run in any thread: a year of many keys takes more than a second. Usage that is added to these
+        rows before the function runs is included.
         """
         names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
         return partial(_sum_rows, self.store.usage.list_rows(), names, key, since, daily=daily)

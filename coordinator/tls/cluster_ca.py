@@ -113,8 +113,8 @@ class ClusterCa:
         """Return the node id and certificate serial (hex) of the member that signed a request to join again.
 
         `certificate` is the member's certificate (DER), `csr` the request (DER), and `proof` the signature by the
-        certificate's key. Return None if this CA did not issue the certificate, or its key did not sign. An expired
-        certificate also proves the key.
+        certificate's key. Return None if this CA did not issue the certificate, or its key did not sign. Return None
+        also unless the certificate is that of a node of this cluster. An expired certificate also proves the key.
         """
         try:
             loaded = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
@@ -294,7 +294,8 @@ def _create_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate
 def create_certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
-    """Return a builder with subject `name`, issuer, key, serial number and validity; the caller adds extensions.
+    """Return a builder with subject `name`, issuer, key, serial number, validity and the identifier of the key as an
+    extension. The caller adds the other extensions.
 
     `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after `now`.
     """

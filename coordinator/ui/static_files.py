@@ -1,4 +1,4 @@
-"""Static files of the page: read once, served from memory with the strictest content security policy.
+"""Static files of the page: read once, served from memory with a strict content security policy.
 
 There is no build step and no external content: the browser runs the modules in `static` unchanged. No file contains a
 secret, hence none needs a key. The page requests its data from the API.

@@ -35,7 +35,7 @@ from wire.refusals import RefusalCode
 
 VIDEOS = "/v1/videos"
 MAX_JSON_BYTES = 64 * 1024
-"""Maximum bytes of a JSON body."""
+"""Maximum bytes of a JSON body, also if the router's `max_body_bytes` is higher. It does not apply to forms."""
 MAX_LISTED = 100
 """Maximum videos in one list."""
 DEFAULT_LISTED = 20

@@ -173,7 +173,7 @@ class VideoController:
         return sorted(self.table.jobs.values(), key=lambda job: -job.sequence)
 
     def list_holds(self) -> list[LeaseHold]:
-        """Return all requested and granted leases, oldest first."""
+        """Return all lease holds (`LeaseHold`), oldest first: requested, granted, or not confirmed as released."""
         return sorted(self.table.holds.values(), key=lambda hold: hold.since)
 
     def take_snapshot(self) -> VideoSnapshot:
@@ -184,7 +184,11 @@ class VideoController:
     # -- events of nodes -------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Apply a new cluster view: update permissions and leases of nodes, and try to place the first queued job."""
+        """Apply a new cluster view: send permissions to nodes, apply new reports about leases, and place the first
+        queued job.
+
+        The job remains queued if no node can be asked for its lease now.
+        """
         self.view = view
         for node in view.nodes:
             self._permissions.send_to(node)
@@ -217,7 +221,8 @@ class VideoController:
             log.exception("lease frame ignored", node=node, lease=frame.lease)
 
     def handle_node_gone(self, node: NodeId) -> None:
-        """Apply the end of a node's link: requeue its job, or wait for the node if the job runs."""
+        """Apply the end of a node's link: requeue a job that waits for its lease, or await the node's return for a
+        running job."""
         self.apply_event(events.NodeAway(node))
 
     def delete_node_data(self, node: NodeId) -> None:

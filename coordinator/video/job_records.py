@@ -29,12 +29,12 @@ class JobRecords:
         return self._profiles
 
     def put_job(self, job: VideoJob) -> None:
-        """Store a job, in the background. `flush` raises the error of a failed write."""
+        """Store a job, in the background. `flush` reports a failed write."""
         with suppress(StoreError):
             self._store.put_job(job)
 
     def delete_job(self, job: str) -> None:
-        """Delete the record of a job, in the background. `flush` raises the error of a failed write."""
+        """Delete the record of a job, in the background. `flush` reports a failed write."""
         with suppress(StoreError):
             self._store.delete_job(job)
 
@@ -42,7 +42,7 @@ class JobRecords:
         """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
 
         The profile is stored in the background. Do nothing if the peak is not above 0, or if the job's node does not
-        have the package in `view`.
+        have the usable package in `view`.
         """
         package = next(
             (
@@ -71,8 +71,11 @@ class JobRecords:
         return self._store.count_unwritten()
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when all changes before this call are on disk (`VideoStore.flush`). Raise
-        `StoreError` if the database could not be opened for a change."""
+        """Return a future that is done when all changes before this call are on disk (`VideoStore.flush`).
+
+        The future fails with `StoreError` if the changes cannot be written now. Raise `StoreError` at once if the
+        database could not be opened for a change.
+        """
         return self._store.flush()
 
     def close(self) -> None:

@@ -17,13 +17,13 @@ from router.errors import Problem, build_body_too_long, build_invalid
 from router.http.exchange import Exchange
 
 MAX_PARTS = 32
-"""Maximum parts of a form."""
+"""Maximum parts of a form. A form with more is refused with 400."""
 MAX_TEXT_BYTES = 64 * 1024
-"""Maximum bytes of all fields together, names included."""
+"""Maximum bytes of all fields together, names included. A form with more is refused as too long."""
 MAX_HEADERS = 8
-"""Maximum headers of a part."""
+"""Maximum headers of a part. A form with more is refused with 400."""
 MAX_HEADER_BYTES = 1024
-"""Maximum bytes of a header."""
+"""Maximum bytes of a header of a part. A form with a longer one is refused with 400."""
 
 
 class _StopParsing(Exception):

@@ -20,7 +20,7 @@ class VideoPermissions:
         """By node: the epoch of its link, and the permission last sent over it."""
 
     def send_to(self, node: NodeView) -> None:
-        """Send a node its video permission, unless the node has it already.
+        """Send a node its video permission, unless the node reports it or it was sent over the same link.
 
         Send nothing to an older node, which reports no permission (`VideoState.allowed` is None).
         """

@@ -62,7 +62,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def limits(self) -> ClipLimits:
-        """Maximum frames, denoising steps and pixels of a clip."""
+        """Maximum frames and denoising steps of a clip, and maximum pixels of a frame."""
         return ClipLimits(self.max_frames, self.max_steps, self.max_pixels)
 
     @property

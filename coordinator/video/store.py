@@ -90,8 +90,11 @@ class VideoStore:
         self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when all changes before this call are on the disk (`StoreWriter.flush`). Raise
-        `StoreError` if the database could not be opened for a change."""
+        """Return a future that is done when all changes before this call are on the disk (`StoreWriter.flush`).
+
+        The future fails with `StoreError` if the changes cannot be written now. Raise `StoreError` at once if the
+        database could not be opened for a change.
+        """
         if self._writer is not None:
             return self._writer.flush()
         if self._open_failure is not None:
@@ -101,8 +104,8 @@ class VideoStore:
         return done
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if changes cannot be written. A database that could not be opened is tried again instead,
-        at the next change."""
+        """Raise `StoreError` if changes cannot be written. Do nothing if the database could not be opened: the next
+        change retries."""
         if self._writer is not None:
             self._writer.raise_failure()
 

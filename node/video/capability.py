@@ -95,7 +95,8 @@ class VideoCapability:
             self.checked.set()
 
     def set_unready(self, cause: str) -> None:
-        """Set the reason why this node cannot make videos, because no check is started."""
+        """Set `cause` as the reason why this node cannot make videos, with no packages. The caller starts no check
+        afterwards."""
         self._result = VideoCheck({}, cause)
         self.checked.set()
 

@@ -41,7 +41,7 @@ A file `<name>.torch` next to it lists packages from an index that only pip know
 ENGINE = "mlx-gen"
 """Name of the package of the video engine."""
 PROBE = "import mflux.models.wan.variants"
-"""Program that proves that the engine can be imported."""
+"""Python program, run in a new environment, that fails unless the engine can be imported."""
 READY = "ready.json"
 """File in a complete environment, with its engine and version of Python."""
 NO_TORCH = (

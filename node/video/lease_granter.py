@@ -52,7 +52,7 @@ class LeaseGranter:
 
     @property
     def holding(self) -> bool:
-        """Whether memory is leased to a video job now."""
+        """Whether the ceiling is lowered for a video job: from the grant of a lease until its memory is returned."""
         return self._lessor.holding
 
     def on_engine_change(self) -> None:

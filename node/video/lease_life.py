@@ -32,7 +32,7 @@ class LeaseStage(StrEnum):
     HELD = "held"
     """The lease is granted, with or without a worker."""
     ENDING = "ending"
-    """The worker ends, and its memory is not returned yet."""
+    """The worker is being ended, or its end is not reported yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,8 @@ class LeaseLife:
     order: str = ""
     """Cause of an ordered end; empty without an order."""
     actor_failure: str = ""
-    """Reason for which the actor of the lease could not be started; empty if it could."""
+    """Reason why Ray could not start the actor of the lease; empty if it could, has not yet, or a worker has
+    started."""
     has_worker: bool = False
     """Whether the worker of the lease has started."""
     paused: str = ""
@@ -146,7 +147,7 @@ class ReleaseOrdered:
 
 @dataclass(frozen=True, slots=True)
 class PauseChanged:
-    """Event: the node accepts no leases because of `reason`, or accepts them again if it is empty."""
+    """Event: the node accepts no leases because of `reason`. An empty `reason` means that it accepts leases again."""
 
     reason: str
 

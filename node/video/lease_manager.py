@@ -96,11 +96,12 @@ class LeaseManager:
 
     @property
     def holding(self) -> bool:
-        """Whether memory is leased to a video job now."""
+        """Whether the ceiling is lowered for a video job: from the grant of a lease until its memory is returned. A
+        lease of an earlier agent counts as well."""
         return self._granter.holding
 
     def list_states(self) -> tuple[LeaseState, ...]:
-        """Return rows of the report for all leases: the held one, and ended ones without acknowledgement."""
+        """Return rows of the report for all stored leases: being granted, held, or ended and not acknowledged."""
         return tuple(self._build_state(record) for record in self._store.ledger.leases)
 
     def _build_state(self, record: LeaseRecord) -> LeaseState:
@@ -113,7 +114,7 @@ class LeaseManager:
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def compute_report_key(self) -> tuple[object, ...]:
-        """Return the values of all leases whose change causes a report."""
+        """Return id, phase, progress and size of each lease. A report is sent when the result changes."""
         return tuple((state.lease, state.phase, state.progress, state.size) for state in self.list_states())
 
     def build_video_state(self) -> VideoState:
@@ -123,7 +124,7 @@ class LeaseManager:
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
+        """Return the path of the artifact `artifact:LEASE/NAME`; None unless an ended lease of this node has it."""
         return self._store.find_artifact(name)
 
     # orders
@@ -131,8 +132,9 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused until
-        the lease is stored. From then until the grant, a repetition gets no answer.
+        A repeated request for a granted lease gets the grant again, for an ended lease its end. After a refusal it is
+        judged again. A request that is repeated during the grant is refused until the lease is stored. From then until
+        the grant, a repetition gets no answer.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:

@@ -32,7 +32,7 @@ class LeaseStore:
 
     @property
     def ledger(self) -> LeaseLedger:
-        """Leases that are held or not acknowledged, and the newest generation of each job."""
+        """Leases that have not ended or are not acknowledged, and the newest generation of each job."""
         return self._ledger
 
     @property
@@ -100,7 +100,11 @@ class LeaseStore:
         shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
+        """Return the path of the file that `artifact:LEASE/NAME` names.
+
+        Return None unless an ended lease of this node has reported an artifact of this name. The file itself is not
+        checked.
+        """
         lease, _, file = name.removeprefix(PREFIX).partition("/")
         record = next((entry for entry in self.ended if entry.lease == lease), None)
         known = (

@@ -40,7 +40,7 @@ READY_RETRY_SECONDS = 60.0
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
 """Pattern of the name of a lease or job."""
 MAX_JOBS_REMEMBERED = 64
-"""Maximum number of jobs whose newest generation is stored."""
+"""Maximum number of jobs whose newest generation is stored. Above that, the job stored first is forgotten."""
 
 
 class LeasePhase(StrEnum):
@@ -49,7 +49,7 @@ class LeasePhase(StrEnum):
     GRANTING = "granting"
     """The request is being answered."""
     GRANTED = "granted"
-    """The lease is granted, and no worker has claimed it."""
+    """The lease is granted, and its worker has not started."""
     STARTING = "starting"
     """The worker has started."""
     LOADING = "loading"
@@ -86,14 +86,15 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
     pid: int
     """Process id of the group's leader."""
     born: str
-    """Start time of the leader, which distinguishes it from a later process with the same id."""
+    """Start time of the leader, which distinguishes it from a later process with the same id; empty if it could not be
+    read."""
 
 
 class LeaseRecord(Struct, frozen=True, kw_only=True):
     """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
 
-    `lease`, `generation` and `job` are as in the `LeaseRequest`, `model` is the name of the video package. `size` is
-    in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
+    `lease`, `generation` and `job` are as in the `LeaseRequest`, `model` is the name of the video package. `size` is in
+    bytes. `worker` is None before the worker starts. `ended` is None until the lease has ended.
     """
 
     lease: str
@@ -109,9 +110,9 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
     """Leases and generations as stored on the disk, from which a restarted agent recovers."""
 
     leases: tuple[LeaseRecord, ...] = ()
-    """Leases that are held or not acknowledged."""
+    """Leases that have not ended, and ended leases whose end is not acknowledged."""
     newest: tuple[tuple[str, int], ...] = ()
-    """Pairs of a job and its newest generation."""
+    """Jobs with their newest generations, at most `MAX_JOBS_REMEMBERED`."""
 
     def find(self, lease: str, generation: int) -> LeaseRecord | None:
         """Return the lease with this id and generation; None if there is none."""
@@ -159,8 +160,8 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Return the refusal of an old generation, or of a second lease while one is held; None if the request passes.
 
-    A generation is old if the ledger has the same or a newer generation of the job, except for the same lease. The
-    first generation of a job is 1.
+    A generation is old if the ledger has a newer generation of the job, or the same one without this lease. The first
+    generation of a job is 1.
     """
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):
@@ -234,9 +235,10 @@ def check_fits(
 def describe_shortage(
     size: int, free_bytes: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> str:
-    """Describe for a person the headroom that a lease lacks, and the models that hold it.
+    """Return a text for a person: how much headroom the lease lacks, and which models hold it.
 
-    Lease and headroom are in bytes. The headroom is None if the footprint of the engine is unknown.
+    `size` and `free_bytes` are lease and headroom in bytes; `free_bytes` is None if the footprint of the engine is
+    unknown.
     """
     if free_bytes is None:
         return "a reading of the engine's footprint"
@@ -254,9 +256,9 @@ def describe_shortage(
 
 
 def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
-    """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`.
+    """Return the completed percent of a job. That is 5 to 95 in the denoising phase, by `step` of `steps`.
 
-    Return 100 for an ended lease, and 0 in the phases without a share in `SHARES`.
+    It is 100 for an ended lease. In any other phase it is the value of `SHARES`, or 0 without one.
     """
     if phase is LeasePhase.ENDED:
         return 100
@@ -267,8 +269,11 @@ def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
 def build_lease_state(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0. `step` of
-    `steps` denoising steps are done."""
+    """Return a lease as a row of the report. `step` of `steps` denoising steps are done; footprints are in bytes.
+
+    For a lease that has ended, size and current footprint are 0, all steps count as done, and the peak is that of its
+    end.
+    """
     if record.ended is not None:
         return LeaseState(
             record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak

@@ -22,8 +22,9 @@ log = structlog.get_logger("node.video")
 class VideoSubsystem:
     """Video parts of a node: search for packages, leases of memory, and Ray.
 
-    Ray starts only while this node can make videos and the coordinator allows it. `send(frame)` sends a frame to the
-    coordinator. `changed()` is called when the next report may differ. `state` is the state folder.
+    Ray starts only while this node can make videos, the coordinator allows it, and the node is not paused (or holds a
+    lease). `send(frame)` sends a frame to the coordinator. `changed()` is called when the next report may differ.
+    `state` is the state folder.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from wire.identity import NodeId
 from wire.node_state import NodeState
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
-"""Pattern of a valid label: 1 to 63 characters, the first a letter or digit."""
+"""Pattern of a valid label: 1 to 63 letters, digits or characters of `._=-`, the first a letter or digit."""
 MAX_PAUSE_SECONDS = 365 * 86400.0
 """Maximum seconds of a pause with an end. A pause without an end lasts until the node is resumed."""
 
@@ -82,7 +82,7 @@ class NodeRoutes:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each member, as in the answer of `/api/v1/nodes`."""
+        """Return a row for each listed node, also for one that has left, as in the answer of `/api/v1/nodes`."""
         return [self._build_row(node) for node in self._nodes.registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:

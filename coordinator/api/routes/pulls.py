@@ -47,9 +47,12 @@ class PullBody(Body):
     revision: Annotated[str, Field(max_length=200)] = ""
     """Branch, tag or commit; empty for `main`."""
     nodes: Annotated[list[NodeText], Field(max_length=1000, default_factory=list)]
-    """Nodes by name or id; empty for a selection of nodes by `all`."""
+    """Nodes by name or id; empty if the nodes are selected by their room (`all`)."""
     all: bool = False
-    """Whether every member with room gets the model, also an absent member. By default, only linked members do."""
+    """Whether every member with room gets the model, also an absent member. By default, only linked members do.
+
+    True is refused together with `nodes`.
+    """
     dry_run: bool = False
     """Whether only the plan is returned."""
 
@@ -162,11 +165,11 @@ class PullRoutes:
         return await self._run_order(VerifyModel, body)
 
     async def remove(self, body: ModelFilesBody) -> dict[str, Any]:
-        """Delete the files of a model from the disk of a node, and return the freed bytes. Refused while it is loaded.
+        """Delete the files of a model from the disk of a node, and return the freed bytes. A loaded model is refused.
 
-        The files of an incomplete download are deleted as well, although the node has no such model yet.
-        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or a
-        loaded model. A failure has the status of its code in `STATUS`.
+        The files of an incomplete download are deleted as well, although the node has no such model yet. Raise
+        `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or a loaded
+        model. A failure has the status of its code in `STATUS`.
         """
         return await self._run_order(RemoveModel, body)
 

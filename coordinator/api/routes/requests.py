@@ -158,7 +158,9 @@ class RequestRoutes:
 class WallClock:
     """Converter of the dispatcher's times to Unix seconds. `now` returns the present time of the dispatcher.
 
-    Calls with the same time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
+    The same time gives the same result until the offset between both clocks has changed by more than
+    `MAX_DRIFT_SECONDS`.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

@@ -48,7 +48,7 @@ class WishBody(Body):
     idle_unload_seconds: Annotated[float, Field(gt=0, le=MAX_IDLE_SECONDS)] | None = None
     """Seconds without a request after which all replicas are unloaded; null: never."""
     eviction_cost: Annotated[int, Field(ge=1, le=MAX_EVICTION_COST)] = DEFAULT_EVICTION_COST
-    """Replicas are unloaded only for a wish with a higher cost."""
+    """Replicas are unloaded to free memory for another wish only if that wish has a higher cost."""
     load_at_boot: bool = True
     """Whether replicas are loaded before the first request since the coordinator started."""
 

@@ -42,13 +42,14 @@ def doctor(
     """Check this machine and its connection to the pool, and print the next step for each fault.
 
     The command needs no coordinator, changes nothing and takes less than 5 s. On a busy machine, raise the limit with
-    --seconds. Every check has a stable id and a result: ok, warn, fail, or the reason why it does not apply here.
+    --seconds. Every check has a stable id and a result: ok, warn, fail, or `not here` if the check does not apply to
+    this machine.
 
-    Exit codes: 0 no check failed, 1 warnings (with --strict), 6 a check failed, 9 the coordinator is not that of
+    Exit codes: 0 no check failed, 1 warnings (with --strict), 6 a check failed. Also: 9 the coordinator is not that of
     this node, 10 macOS blocks the local network.
 
-    The bundle contains versions, settings, findings, conditions, node reports and log events. It contains no key, no
-    token, no prompt and no answer.
+    --bundle writes versions, settings, findings, conditions, node reports and log events. It writes no key, no token,
+    no prompt and no answer.
     """
     from coordinator.doctor.finding import compute_exit_code
     from coordinator.doctor.host_probe import HostProbe

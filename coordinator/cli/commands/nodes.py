@@ -18,7 +18,7 @@ from wire.node_state import NodeState
 from wire.units import show_count, show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
-"""Pattern of a valid label of a node: 1 to 63 characters, the first a letter or digit."""
+"""Pattern of a valid label of a node: 1 to 63 letters, digits or characters of `._=-`, the first a letter or digit."""
 MAX_MODELS_SHOWN = 6
 """Maximum names of models that `status` prints."""
 
@@ -227,7 +227,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
 
     The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node can continue the remaining
-    requests now, and they end where they are.
+    requests now, and they end where they are; or the node was uncordoned during the drain.
     """
     seconds = wait or 0.0
     with show_spinner(f"draining {node}"):

@@ -45,8 +45,9 @@ def pull(
 ) -> None:
     """Get a model from the Hugging Face hub onto the nodes, once over the internet.
 
-    One node downloads. The other nodes get the files from that node over the local network, at the same time. Every
-    file is verified before the model can be used. Ctrl-C ends the wait, not the pull: `cluster pulls` shows it.
+    One node downloads. The other nodes get the files from that node over the local network, at the same time. After
+    repeated faults, a node downloads them itself. Every file is verified before the model can be used. Ctrl-C ends the
+    wait, not the pull: `cluster pulls` shows it.
 
     Exit code: 6 if a node did not get the model.
     """

@@ -62,8 +62,7 @@ class LinkAdmission:
         self._list_addresses: Callable[[], tuple[str, ...]] = tuple
 
     def set_address_source(self, list_addresses: Callable[[], tuple[str, ...]]) -> None:
-        """Send the addresses of the coordinator (HOST:PORT) that `list_addresses` returns in each Welcome from now
-        on."""
+        """Use `list_addresses` from now on for the addresses of the coordinator (HOST:PORT) in each Welcome."""
         self._list_addresses = list_addresses
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:

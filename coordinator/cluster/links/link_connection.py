@@ -58,7 +58,7 @@ MAX_UNLINKED_BYTES = 16 * 1024
 CLOSE_DELAY_SECONDS = 0.5
 """Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
 QUERY_CHUNK_BYTES = 32 * 1024
-"""Bytes of one piece of the answer to a query."""
+"""Maximum bytes of one piece of the answer to a query."""
 FROM_NODES = frozenset(
     {
         Report,
@@ -78,7 +78,7 @@ FROM_NODES = frozenset(
         ModelOrderEnded,
     }
 )
-"""Frames that a linked node may send."""
+"""Frames that a linked node may send. Any other frame ends the link."""
 
 log = structlog.get_logger("coordinator.cluster.links.link_connection")
 

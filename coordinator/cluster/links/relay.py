@@ -24,11 +24,11 @@ MAX_BYTES_PER_SECOND = 64.0 * MIB
 JOIN_TIMEOUT_SECONDS = 5.0
 """Maximum seconds for which a node that gets files waits for a connection of the node that serves."""
 MAX_WAITING = 8
-"""Maximum waiting connections of a transfer, on the side of the serving node and on the other side."""
+"""Maximum waiting connections of a transfer, separately for the node that serves and for the nodes that get files."""
 MAX_STREAMS = 64
 """Maximum connections of all transfers."""
 RETRY_SECONDS = 2.0
-"""`retry_after` of a refused connection."""
+"""`retry_after` of a refused connection, in seconds."""
 
 
 class RelayPace:

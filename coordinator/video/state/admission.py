@@ -40,10 +40,12 @@ def admit_clip(
     settings: VideoSettings,
     limits: KeyLimits | None = None,
 ) -> RequestedClip | Problem:
-    """Check a video request of an API key with these `limits`. Return the clip to generate, or the problem.
+    """Check a video request of an API key with these `limits` (None: no limits). Return the clip to generate, or the
+    problem.
 
-    The status is 400 for an invalid parameter, 403 or 404 for a model that is not allowed or unknown. It is 413 for a
-    clip that fits on no node, 429 for a full queue, and 503 if videos are off or no node is ready.
+    The status is 400 for an invalid or missing parameter, 403 or 404 for a model that is not allowed or unknown. It is
+    413 for a clip that would fit on no node without other load, and 429 for a full queue. It is 503 if videos are off,
+    or if all nodes with the model are `READY` and none can make videos now.
     """
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")

@@ -31,18 +31,24 @@ class JobRules:
     on_node_loss: Literal["fail", "requeue"] = "fail"
     """Whether a job whose node or worker was lost fails, or is restarted."""
     attempts: int = 2
-    """Maximum restarts of a job."""
+    """Maximum restarts of a job after a lost node, a lost worker, or a worker that did not start."""
     lease_seconds: float = 30.0
-    """Maximum seconds until a node answers a lease request."""
+    """Maximum seconds until a node answers a lease request. After that the job is queued again."""
     start_seconds: float = 90.0
-    """Maximum seconds from the grant of a lease to the start of the worker."""
+    """Maximum seconds from the grant of a lease to the start of the worker. Then the job is restarted, at most
+    `attempts` times."""
     away_seconds: float = 60.0
-    """Maximum seconds for which a node with a running job may be away."""
+    """Maximum seconds for which a node with a running job may be away. Then `on_node_loss` applies."""
     headroom_seconds: float = 3600.0
-    """Maximum seconds for which the first queued job waits for memory while no other job runs."""
+    """Maximum seconds for which the first queued job waits for memory, then it fails.
+
+    The limit does not apply while the job waits only for running video jobs.
+    """
     keep_seconds: float = 86400.0
-    """Seconds for which the files of a job are kept after its end. Also the maximum seconds from the end of the worker
-    until the files are fetched."""
+    """Seconds after the end of a job at which its files are too old (`retention.expire_old_files`).
+
+    Also the maximum seconds from the end of the worker until the files are fetched.
+    """
     keep_count: int = 50
     """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30
@@ -62,11 +68,11 @@ class LeaseHold:
     size: int
     """Size in bytes."""
     since: float
-    """Unix time of the request."""
+    """Unix time of the request; after a restart of the coordinator, of the grant."""
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
-    """Consecutive reports of the node without this lease."""
+    """Consecutive reports of the node without this lease. At `MAX_MISSED_REPORTS` the lease counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,9 +56,9 @@ class JobFaultCode(StrEnum):
     CANCELLED = "cancelled"
     """A client cancelled or deleted the job."""
     NO_HEADROOM = "no_headroom"
-    """No node granted memory until the deadline of the job."""
+    """No node granted memory until the deadline of the job (`VideoJob.room_by`)."""
     NODE_LOST = "node_lost"
-    """The node was away too long, or is no longer a member, and the job cannot run again."""
+    """The node was away too long or is no longer a member, and the rules allow no restart of the job."""
     ARTIFACT_BROKEN = "artifact_broken"
     """A file differs from its reported size or checksum."""
     ARTIFACT_LOST = "artifact_lost"
@@ -87,7 +87,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class RequestedClip(msgspec.Struct, frozen=True):
-    """Requested clip, checked and rounded. None stands for the default of the package."""
+    """Requested clip, checked and rounded. None stands for the default of the engine, or for the seed 0."""
 
     model: str
     prompt: str
@@ -104,9 +104,9 @@ class RequestedClip(msgspec.Struct, frozen=True):
     """Number of spatial tokens of a frame."""
     negative_prompt: str = ""
     guidance: float | None = None
-    """Strength with which the clip follows the prompt; None for the default of the package."""
+    """Strength with which the clip follows the prompt; None for the default of the engine."""
     guidance_2: float | None = None
-    """Strength with which the second expert of the model follows the prompt; None for the default of the package."""
+    """Strength with which the second expert of the model follows the prompt; None for the default of the engine."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -155,7 +155,10 @@ class VideoJob(msgspec.Struct, frozen=True):
     lease: str = ""
     """Id of the lease; empty for a queued job."""
     generation: int = 0
-    """Number of the job's current or newest lease. Messages about an older generation are ignored."""
+    """Number that grows with each lease request, requeue and failure of the job.
+
+    Messages about an older generation do not change the job.
+    """
     attempts: int = 0
     """Restarts so far, because the node or worker was lost or the worker never started."""
     phase: str = "queued"
@@ -170,7 +173,8 @@ class VideoJob(msgspec.Struct, frozen=True):
     The job waits for a lease, the start of the worker, the return of its node, or the fetch of its files.
     """
     away: bool = False
-    """Whether the node of the job is not linked."""
+    """Whether the job is running and its node has no link, or has not reported the lease since a restart of the
+    coordinator."""
     started: float | None = None
     """Time of the grant of the current lease; None before it."""
     ended: float | None = None

@@ -2,7 +2,7 @@
 
 The coordinator only chooses the node; the node alone grants. First choice is a node where the lease fits now, by
 `wire.capacity.arithmetic.judge`. Second choice is a node where it could fit after idle models are unloaded; the node
-knows these models. A node that refused is skipped for the time that its refusal states.
+knows these models. A node that refused is skipped for the time in its refusal, from 1 to 60 s.
 """
 
 from collections import Counter
@@ -27,9 +27,10 @@ class NodeReadiness(IntEnum):
     """Readiness of a node to grant the lease of a job; higher is better."""
 
     NEVER = 0
-    """The lease exceeds the cap of the node, or the job needs more than the lease."""
+    """The lease does not fit even on the idle node, or the job needs more memory than the lease has."""
     ABSENT = 1
-    """The node is not connected, or not ready for videos."""
+    """The node takes no video jobs now: not ready, silent, cordoned, draining, without guard, not allowed or without
+    Ray."""
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
@@ -113,9 +114,10 @@ def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
 def choose_node(
     table: JobTable, view: ClusterView, profiles: Profiles, now: float
 ) -> LeaseChoice | NoLeaseChoice | None:
-    """Choose the node for the first queued job. Return None if the queue is empty, or a node has not answered yet.
+    """Return the node to ask for the lease of the first queued job, or the reason why no node can be asked now.
 
-    `now` is in monotonic seconds, on the clock of `NodeView.reported_at`.
+    Return None if the queue is empty, or a node has not answered a lease request yet. `now` is in monotonic seconds, on
+    the clock of `NodeView.reported_at`.
     """
     job = table.head
     if job is None:

@@ -22,7 +22,7 @@ from wire.video import VideoPackage
 EXPERT_BYTES = int(14.35 * GIB)
 """Bytes of the loaded expert in the first measured package, and of an expert whose size is unknown."""
 RUNTIME_BYTES = int(3.15 * GIB)
-"""Bytes of a worker without the expert."""
+"""Bytes of a worker without the expert, and without the part that grows with the frame."""
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
 """Growth of the peak with each spatial token of a frame, in bytes."""
 MARGIN_BYTES = 6 * GIB
@@ -87,7 +87,8 @@ class VideoMemoryProfile:
         return math.ceil(self.base + self.slope * tokens)
 
     def compute_need(self, tokens: int) -> int:
-        """Return the predicted peak plus the margin in bytes: the minimum size of a lease."""
+        """Return the minimum size in bytes of a lease for frames of `tokens` spatial tokens: the predicted peak plus
+        the margin."""
         return self.predict_peak(tokens) + self.margin
 
     def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
@@ -112,7 +113,10 @@ def parse_engine_version(engine: str) -> tuple[int, ...]:
 
 
 def predict_profile(package: VideoPackage) -> VideoMemoryProfile:
-    """Return the profile of a package without measurements. An unknown expert size counts as `EXPERT_BYTES`."""
+    """Return the profile of a package without measurements. An unknown expert size counts as `EXPERT_BYTES`.
+
+    An expert that the engine holds in 16 bits instead of 8 counts with `WIDENED_FACTOR`.
+    """
     stored = package.expert or EXPERT_BYTES
     widened = package.bits == WIDENED_BITS and parse_engine_version(package.engine) >= WIDENED_FROM
     return VideoMemoryProfile(
@@ -194,9 +198,9 @@ def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
 def plan_clip(
     request: ClipRequest, limits: ClipLimits, package: VideoPackage, default_steps: int
 ) -> Clip | ClipRefusal:
-    """Round the requested clip as the package does and check it against the limits.
+    """Return the requested clip, rounded as the package does, or the reason why the limits do not allow it.
 
-    `default_steps` are the denoising steps of a request without a number. Return the reason if the clip is refused.
+    `default_steps` are the denoising steps of a request without a number.
     """
     fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:

@@ -26,7 +26,7 @@ def expire_old_files(turn: Transition) -> None:
 
 
 def apply_retention(turn: Transition) -> None:
-    """Expire the files of jobs beyond `JobRules` in number of jobs or total size. The newest files are kept.
+    """Expire the files of the oldest jobs until the rest is within `JobRules.keep_count` and `JobRules.keep_bytes`.
 
     Then delete the oldest records of ended jobs without files, until at most `JobRules.records` of them remain.
     """

@@ -21,7 +21,8 @@ class Transition:
     """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
 
     `table` is the table before the call and is not changed. `now` is in Unix seconds, for points in time that are
-    stored or shown. `steady` is in monotonic seconds, for waits: a clock that is set ends none.
+    stored or shown. `steady` is in monotonic seconds, for waits, because a change of the system's clock must not end a
+    wait.
     """
 
     def __init__(self, table: JobTable, now: float, steady: float) -> None:
@@ -82,7 +83,7 @@ class Transition:
         )
 
     def requeue_job(self, job: VideoJob, phase: str) -> None:
-        """Return a leasing or running job to its position in the queue, with `phase` as the reason.
+        """Put a leasing or running job back to its position in the queue, with `phase` as the reason.
 
         The generation of the job grows, so that later messages about the old lease are ignored. Raise
         `IllegalTransitionError` in any other state.
@@ -137,5 +138,5 @@ class Transition:
             self.fail_job(job, code, message)
 
     def pause_node(self, node: str, seconds: float) -> None:
-        """Ask a node for no lease for `seconds`, at least `MIN_PAUSE_SECONDS` and at most `MAX_PAUSE_SECONDS`."""
+        """Stop asking a node for leases for `seconds`, at least `MIN_PAUSE_SECONDS` and at most `MAX_PAUSE_SECONDS`."""
         self.pauses[node] = self.steady + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

@@ -1,5 +1,5 @@
-"""The driver of this Mac's Ray: the only process of the node that calls Ray. The agent runs it as
-`python -m node.video.ray.driver DESCRIPTOR`, with one end of a socket pair.
+"""The driver of this Mac's Ray: the only process of the node that connects to Ray. The agent runs it as `python -m
+node.video.ray.driver DESCRIPTOR`, with one end of a socket pair.
 
 The driver is a process of its own because Ray ends a driver that has lost its cluster. Its actors are detached: they
 outlive the driver, and the next driver finds them by the id of their lease. The driver asks Ray for actors and nothing
@@ -41,7 +41,7 @@ RESOURCE = "video_lease_gib"
 CONNECT_TIMEOUT_SECONDS = 45.0
 """Maximum seconds to connect to Ray. After that the driver exits with `FAILED`."""
 CLOSED, FAILED = 3, 4
-"""Exit codes: the agent closed the socket; Ray could not be used."""
+"""Exit codes: the agent closed the socket (`CLOSED`); any error, as of Ray or of a message (`FAILED`)."""
 
 
 class Driver:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Maximum bytes of one message, without its length."""
+"""Maximum bytes of one message, without its length. A longer message makes `MessageReader.feed` raise
+`DriverLinkError`."""
 
 
 class DriverMessage(msgspec.Struct, frozen=True, tag=True):

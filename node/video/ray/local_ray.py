@@ -48,7 +48,7 @@ from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELA
 from wire.units import GIB
 
 START_TIMEOUT_SECONDS = 120.0
-"""Seconds that Ray has to start."""
+"""Maximum seconds until Ray is up. Then it is ended, and started again after a delay."""
 PORTS = 60
 """Number of ports from `worker.ray_ports` on that belong to Ray."""
 RESOURCE = "video_lease_gib"
@@ -58,7 +58,7 @@ ROOT = str(Path(__file__).parents[3])
 CURRENT = "ray_current_cluster"
 """File in Ray's folder that names its cluster. With the file of an earlier cluster, Ray refuses to start."""
 EXIT_GRACE_SECONDS = 2.0
-"""Seconds that a driver has to exit after its socket was closed."""
+"""Seconds that a driver has to exit after its socket was closed. Then it is killed."""
 
 log = structlog.get_logger("node.ray")
 
@@ -141,7 +141,7 @@ class LocalRay:
 
     @property
     def allowed(self) -> bool:
-        """Whether the coordinator allows this Mac to make videos."""
+        """Whether the coordinator allows this Mac to make videos; False after `stop`."""
         return self._allowed
 
     @property
@@ -313,7 +313,7 @@ class DriverProcess:
 
     @property
     def pending(self) -> frozenset[str]:
-        """Leases whose actor was requested, without an answer so far."""
+        """Ids of the leases whose actor was requested, without an answer so far."""
         return frozenset(self._pending)
 
     def create_actor(self, wanted: CreateActor) -> None:

@@ -1,6 +1,6 @@
 """Launcher of Ray's command line that ends Ray when standard input ends.
 
-The pipe closes on every system when the parent is killed. macOS has no other way to notify a child.
+The pipe closes on every system when the parent is killed. No portable call notifies a process of its parent's end.
 """
 
 import os

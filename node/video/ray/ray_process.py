@@ -22,7 +22,7 @@ RESTART_DELAYS_SECONDS = (1.0, 60.0)
 HEALTHY_AFTER_SECONDS = 120.0
 """Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
 EXIT_GRACE_SECONDS = 5.0
-"""Seconds that Ray has to exit after SIGTERM."""
+"""Seconds that Ray has to exit after SIGTERM. Then its process group is killed."""
 OBJECT_STORE_BYTES = 80_000_000
 """Bytes of Ray's object store, which is required but stays empty."""
 MAX_OUTPUT_BYTES = 2**20
@@ -30,7 +30,7 @@ MAX_OUTPUT_BYTES = 2**20
 STARTED = b"Ray runtime started"
 """Text of Ray's output once Ray is up."""
 LAST_LINES = 3
-"""Lines of output in a message."""
+"""Maximum lines of Ray's output in a message for a person."""
 CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
 """Interpreter arguments that start Ray through `ray_child`."""
 QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
@@ -120,7 +120,7 @@ def _get_stdout(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
 
 
 def summarize_output(output: bytes) -> str:
-    """Return the last lines of Ray's output, for a person."""
+    """Return the last `LAST_LINES` lines of Ray's output as one line for a person, at most 500 characters."""
     lines = [line.strip() for line in output.decode(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[:500] or "it printed nothing"
 

@@ -54,7 +54,7 @@ class WorkerHost:
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:
-        """Wait for the end of the worker. Return `exit CODE`, or the reason why no worker ran."""
+        """Wait for the end of the worker. Return `exit CODE`, or the error that prevented or interrupted its run."""
         self._ended.wait()
         return self._why
 

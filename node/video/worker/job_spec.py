@@ -1,7 +1,7 @@
 """Job of the worker: parsed from a lease's `spec` and checked before any memory is leased. Pure functions.
 
 The coordinator has checked the same fields against the pool's limits. A node checks them again, because it does not
-rely on a peer. Fields that are not set take the package's defaults.
+rely on a peer. Defaults of the package, the engine or the node's settings replace fields that are not set.
 """
 
 from typing import Annotated, cast
@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from wire.video import VideoPackage
 
 MAX_PIXELS = 2**24
-"""Maximum pixels of a frame."""
+"""Maximum pixels of a frame. A job with larger frames is invalid."""
 Side = Annotated[int, Meta(ge=16, le=8192)]
 Text = Annotated[str, Meta(max_length=100_000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]
@@ -20,7 +20,11 @@ Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Video job as in the `spec` of a lease. Sides are in pixels; None stands for the default of the package."""
+    """Video job as in the `spec` of a lease. Sides are in pixels.
+
+    None stands for a default: the package's for `frames`, `fps` and `steps`, the engine's for the other parameters of
+    the clip.
+    """
 
     prompt: Text
     width: Side
@@ -35,7 +39,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Scale of classifier-free guidance of the second expert, in a package that has two."""
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
-    """Maximum seconds for the whole job; None for the node's setting."""
+    """Maximum seconds from the start of the worker to its end; None for the node's setting."""
     stall: Seconds | None = None
     """Maximum seconds without progress; None for the node's setting."""
 
@@ -53,7 +57,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 def parse_spec(raw: bytes) -> JobSpec | str:
-    """Parse the `spec` of a lease. Return a sentence for a person if the job is invalid."""
+    """Return the job that the `spec` of a lease describes, or a sentence for a person if the job is invalid."""
     try:
         spec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -1,8 +1,8 @@
 """Communication between the agent and the parent process of a worker: files in the lease's folder, and two locks.
 
     lease.json      written by the agent: the granted lease and its job. Without this file no worker may be started
-    claim.json      written once by the parent: the worker that is ready for its job
-    go              written by the agent: the worker is watched and may begin. Until then the worker takes no memory
+    claim.json      written once by the parent: the worker that it has started
+    go              written by the agent: the worker is watched and may begin. Until then it loads nothing
     events.jsonl    written by the parent: events of the worker
     guard           locked by the agent for as long as it watches this lease
     attended        locked by the parent for as long as its process lives
@@ -25,7 +25,7 @@ OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 """Folders of the worker's artifacts and of its temporary files, and the file with its stderr."""
 T = TypeVar("T", bound=Struct)
 MAX_LINE_BYTES = 64 * 1024
-"""Maximum bytes of one event. A longer line is discarded."""
+"""Maximum bytes of one event. `FileTail` discards a longer line, or parts of it."""
 
 
 class LeaseGrant(Struct, frozen=True, kw_only=True):
@@ -38,11 +38,11 @@ class LeaseGrant(Struct, frozen=True, kw_only=True):
     size: int
     """Bytes of the lease."""
     python: str
-    """Interpreter that runs the worker."""
+    """Path of the interpreter that runs the worker."""
     environment: dict[str, str]
     """Environment variables of the worker."""
     job: dict[str, object]
-    """Job, which the worker reads from stdin as one line of JSON."""
+    """Job, without the size of the lease. The parent process adds `size` and writes both to the worker's stdin."""
 
 
 class WorkerClaim(Struct, frozen=True, kw_only=True):
@@ -53,14 +53,16 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
     worker: int
     """Process id of the worker."""
     born: str
-    """Start time of the worker, which distinguishes it from a later process with the same id."""
+    """Start time of the worker, which distinguishes it from a later process with the same id; empty if it could not be
+    read."""
 
 
 def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
-    """Lock a file and return the descriptor that holds the lock; None if another process holds it.
+    """Lock a file and return the descriptor that holds the lock. The caller closes the descriptor to release the lock.
 
-    Create the file if it is missing. With `wait`, block until the lock is free. With `shared`, other shared locks are
-    possible at the same time. Raise `OSError` if the file cannot be opened.
+    Return None if another descriptor holds the lock; with `wait`, block until the lock is free instead. Create the file
+    if it is missing. With `shared`, other shared locks are possible at the same time. Raise `OSError` if the file
+    cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -75,7 +77,8 @@ def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | 
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another process holds the exclusive lock of a file. Create the file if it is missing.
+    """Return whether another descriptor, of any process, holds the exclusive lock of a file. Create the file if it is
+    missing.
 
     Raise `OSError` if the file cannot be opened.
     """

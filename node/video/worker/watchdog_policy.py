@@ -1,7 +1,7 @@
 """Watchdog of a video worker: decide whether the worker has to be ended, and why. Pure functions.
 
 `node.video.worker.worker_monitor` calls `step` several times a second. The monitor runs in the agent, because the agent
-outlives the actor.
+outlives the worker's parent process, which is usually a Ray actor.
 
     footprint of all of the worker's processes > lease      killed at once        memory_lease_exceeded
     the footprint cannot be read three times in a row       killed at once        monitor_failed
@@ -12,9 +12,9 @@ outlives the actor.
 
 A sign of progress is a new phase, a step or a computed transformer block. The `beat` event of the worker alone is no
 sign, because its thread continues while a GPU hangs. A denoising step of a large picture can take twenty minutes, a
-block less than five. The footprint is read from the kernel; the worker's own memory numbers are ignored. A worker can
-exceed its lease between two checks, by the allocations of 200 ms. The predicted footprint of a job therefore has a
-margin.
+block less than five. The footprint is read from the kernel; the worker's own memory numbers are ignored. Between two
+checks, a worker can exceed its lease by the memory that it allocates in 0.2 s. The predicted footprint of a job
+therefore has a margin.
 """
 
 from dataclasses import dataclass, replace
@@ -45,11 +45,12 @@ class WorkerObservation:
     footprint: int | None
     """Footprint of all processes of the worker in bytes; None if it cannot be read."""
     mark: object
-    """Any value that changes with each sign of progress."""
+    """Value that changes with each sign of progress, and stays equal otherwise."""
     alive: bool = True
     """Whether a process of the worker is alive."""
     attended: bool = True
-    """Whether the worker's parent process is alive."""
+    """Whether the worker's parent process is alive, or is not needed any more because the worker has reported its
+    result."""
 
 
 @dataclass(frozen=True, slots=True)

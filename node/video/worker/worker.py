@@ -35,8 +35,10 @@ from typing import Any
 VERSION = 1
 """Version of the events, in their field `v`."""
 UNWIRED_BYTES = 2 * 1024**3
-"""Bytes of the lease that are not wired: Python, torch's text encoder, and memory that the system holds for the
-worker."""
+"""Bytes of the lease that are not wired, at most half of the lease.
+
+They are for Python, torch's text encoder, and memory that the system holds for the worker.
+"""
 MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
 PROGRESS_INTERVAL_SECONDS = 1.0
@@ -303,8 +305,9 @@ def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
 def classify_error(error: BaseException, *, began: bool) -> str:
     """Return the code of a failure: invalid output, full disk, failed generation, or a broken package.
 
-    `began`: a transformer block was computed. Before that, any error counts as a broken package, except `ValueError`
-    and errors of the GPU: lack of memory, or work that macOS has ended.
+    An error that is neither of the first two counts as a failed generation if `began`: a transformer block was
+    computed. The same holds for a `ValueError`, and for an error of the GPU: lack of memory, or work that macOS has
+    ended. Any other error counts as a broken package.
     """
     if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
         return "output_invalid"

@@ -1,7 +1,7 @@
 """Monitor of the worker of one granted lease, run by the agent: claims, events, footprint, end.
 
 All inputs come from the lease's folder and from the kernel, several times a second. `node.video.worker.watchdog_policy`
-decides. A worker gets its job only once it is watched. A lease that ends before that has cost no memory.
+decides. A worker gets its job only once it is watched. Until then it loads nothing.
 """
 
 import asyncio
@@ -43,9 +43,11 @@ from wire.video import LeaseEndCode
 POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds that a worker has to exit after its last event."""
+"""Seconds that a worker has to exit after it has reported the end of its job. Then it is ended like a worker at
+fault."""
 REPORT_TIMEOUT_SECONDS = 1.0
-"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well."""
+"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well. Then the worker
+counts as crashed."""
 EXIT_POLL_SECONDS = 0.02
 """Seconds between two checks whether a killed worker has ended."""
 PHASES = {
@@ -56,7 +58,8 @@ PHASES = {
     "generated": LeasePhase.SAVING,
     "save": LeasePhase.SAVING,
 }
-"""Phases of a lease by the phases in the worker's `progress` events."""
+"""Phases of a lease by the phases in the worker's `progress` events. Any other phase does not change the lease's
+phase."""
 CODES = frozenset(
     {
         LeaseEndCode.OUTPUT_INVALID,
@@ -65,7 +68,7 @@ CODES = frozenset(
         LeaseEndCode.DISK_FULL,
     }
 )
-"""Failure codes that a worker may report."""
+"""Failure codes that a worker may report. Any other code counts as `LeaseEndCode.GENERATION_FAILED`."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
 """Environment variables that a worker inherits. Every other variable is set explicitly."""
 
@@ -85,9 +88,9 @@ class WorkerJob:
     phase: LeasePhase = LeasePhase.GRANTED
     """Phase of the lease by the last event."""
     step: int = 0
-    """Current denoising step of `steps`."""
+    """Denoising steps done, of `steps`, by the last `progress` event."""
     steps: int = 0
-    """Number of denoising steps; 0 before the first progress."""
+    """Number of denoising steps; 0 before the first `progress` event."""
     mark: tuple[object, ...] = ()
     """Value that changes with each sign of progress."""
     end: EndWorker | None = None
@@ -162,7 +165,8 @@ class WorkerMonitor:
         self.worker: WorkerGroup | None = None
         """Process group of the worker; None before the worker starts."""
         self.footprint = 0
-        """Bytes of the worker's processes at the last check; 0 if they cannot be read."""
+        """Footprint of the worker's processes in bytes at the last check; 0 before the first, or if it could not be
+        read."""
         self.state: WatchdogState | None = None
         """State of the watchdog; None before the worker starts."""
         self._bounds = bounds
@@ -188,7 +192,7 @@ class WorkerMonitor:
 
     @property
     def peak(self) -> int:
-        """Highest footprint of the worker in bytes; 0 before its start."""
+        """Highest footprint of the worker in bytes; 0 before the first reading."""
         return self.state.peak if self.state is not None else 0
 
     @property

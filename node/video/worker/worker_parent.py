@@ -64,7 +64,7 @@ class WorkerParent:
         self._lock: int | None = None
 
     def run(self) -> int:
-        """Run the worker from claim to end, and return its exit code; negative for a signal.
+        """Run the worker from start to end, and return its exit code; the negative signal number if a signal ended it.
 
         Raise `LeaseFenced` if the lease is not granted, already has a parent process or was claimed before. Raise
         `OSError` if the worker cannot be started, or a file of the lease's folder cannot be used.
