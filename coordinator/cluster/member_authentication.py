@@ -61,9 +61,11 @@ class MemberAuthentication:
     def revoke(self, node: NodeId, why: str) -> None:
         """Revoke a member: its certificates and its membership. `why` is stored with the revocation.
 
-        Raise `KeyError` for an unknown node, `StoreError` after a failed write. The node is denied then, but its row is
-        not marked as removed.
+        Raise `KeyError` for an unknown node. Raise `StoreError` after a failed write; the revocation is in effect then,
+        and its changes wait for the disk.
         """
         row, now = self.store.members[node], self.wall()
-        self.store.deny_list.add_node(node, now, why)
-        self.store.members.put(replace(row, removed=now))
+        try:
+            self.store.deny_list.add_node(node, now, why)
+        finally:
+            self.store.members.put(replace(row, removed=now))

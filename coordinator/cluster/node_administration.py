@@ -10,6 +10,7 @@ from coordinator.cluster.member_state import MemberCordoned, MemberRemoved, Memb
 from coordinator.cluster.node_records import NodeRecords
 from coordinator.cluster.registry import Registry
 from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
 from wire.frames import Denied, PauseNode
 from wire.identity import NodeId
 from wire.report import Sharing
@@ -47,13 +48,11 @@ class NodeAdministration:
 
         Raise `KeyError` for an unknown node, `StoreError` after a failed write.
         """
-        self.store.members.put(replace(self.store.members[node], video=on))
-        self.registry.publish_view()
+        self._store_row(replace(self.store.members[node], video=on))
 
     def set_labels(self, node: NodeId, labels: tuple[str, ...]) -> None:
         """Replace all labels of a node. Raise `KeyError` for an unknown node, `StoreError` after a failed write."""
-        self.store.members.put(replace(self.store.members[node], labels=labels))
-        self.registry.publish_view()
+        self._store_row(replace(self.store.members[node], labels=labels))
 
     def remove_node(self, node: NodeId) -> None:
         """Close the links of a node at once, end its membership and revoke its certificates.
@@ -86,6 +85,13 @@ class NodeAdministration:
                     await self.records.wait_for_report(node)
                 return self._get_sharing(node)
         return None
+
+    def _store_row(self, row: MemberRow) -> None:
+        """Store the row of a member and publish the view, also if the row is not written now."""
+        try:
+            self.store.members.put(row)
+        finally:
+            self.registry.publish_view()
 
     def _get_sharing(self, node: NodeId) -> Sharing:
         return self.registry.get_node_view(node).sharing

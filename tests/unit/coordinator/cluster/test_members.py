@@ -1,8 +1,10 @@
 """Members over the real cluster port: decisions of administrators persist, and a removed member stays out."""
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from msgspec.structs import replace
 
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS
 from coordinator.observe.load_sampler import read_load
+from coordinator.state import store_writer
+from coordinator.state.store_errors import StoreError
 from node.agent.identity import NodeIdentity, install_certificate, new_csr
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster.cluster_port import Port, a_report, hello, opened, the_no
@@ -111,6 +115,36 @@ async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_
         late = await port.dial(who)
         late.send(hello(who))
         assert the_no(await late.ended()).reason == "removed"
+
+
+async def test_decisions_are_whole_while_the_disk_takes_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store_writer, "RETRY_SECONDS", 3600.0)
+    async with opened(tmp_path) as port:
+        removed, kept = port.member("one"), port.member("two")
+        store, administration = port.application.store, port.application.nodes.administration
+        await store.flush()
+        with closing(sqlite3.connect(tmp_path / "state" / "cluster.db")) as other:
+            other.execute("ALTER TABLE audit RENAME TO away")
+        store.audit.add(1.0, "person", "create keys", "laptop")
+        with pytest.raises(StoreError):
+            await store.flush()
+        for decide in (
+            lambda: administration.set_labels(kept.node, ("fast",)),
+            lambda: administration.set_video_allowed(kept.node, on=False),
+            lambda: administration.remove_node(removed.node),
+        ):
+            with pytest.raises(StoreError):
+                decide()
+        view = port.application.dispatcher.placer.view.find_node(kept.node)
+        assert view is not None
+        assert (view.labels, view.video_allowed) == (frozenset({"fast"}), False)
+        with closing(sqlite3.connect(tmp_path / "state" / "cluster.db")) as other:
+            other.execute("ALTER TABLE away RENAME TO audit")
+    async with opened(tmp_path) as port:
+        store = port.application.store
+        assert (store.members[kept.node].labels, store.members[kept.node].video) == (("fast",), False)
+        assert store.members[removed.node].removed
+        assert store.deny_list.is_denied(removed.node, "")
 
 
 async def test_goodbye_of_a_leaving_node_ends_its_membership(port: Port):
