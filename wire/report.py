@@ -53,7 +53,7 @@ class MemoryLevel(IntEnum):
 
 
 class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
-    """Hardware and system of a machine, sent once in `Hello`."""
+    """Hardware and system of a machine, sent once in `Enroll` and in `Hello`."""
 
     chip: Text = ""
     """Name of the processor, such as "Apple M5 Max"."""
@@ -147,7 +147,8 @@ class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     step_row: Real = 0.0
     """Decode step: bytes for each row."""
     step_seen: Real = 0.0
-    """Decode step: bytes for each row and each token of the longest row."""
+    """Decode step: bytes for each attended token of each row. A padded row attends to as many tokens as the longest
+    row, and at most to `window` if that is not 0."""
     window: Natural = 0
     """Maximum tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0
@@ -272,7 +273,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests that the engine ended because the engine or the agent found it above its cap."""
+    """Requests that the engine ended because the engine or the agent found it above cap − leases."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
@@ -280,7 +281,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     preemptions: Natural = 0
     """Number of preemptions. A preempted request continues when memory or rows are free."""
     overs: Natural = 0
-    """Forwards after which the engine found itself above its cap."""
+    """Forwards after which the engine found itself above cap − leases."""
     departures: Natural = 0
     """Models that were unloaded because they were idle for long."""
     prefill_tokens: Natural = 0
