@@ -137,7 +137,7 @@ class DecisionLog:
         return [record for record in (*self.refusals, *self.records) if record.request_id == request_id]
 
     def find_decisions(self, request_id: str) -> list[PlacementDecision]:
-        """Return the stored decisions about one request, oldest first."""
+        """Return the stored decisions about all requests with a request id, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
     def encode_lines(self) -> Iterator[bytes]:

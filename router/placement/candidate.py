@@ -112,7 +112,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     cached_share: float = 0.0
     """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
     tokens_ahead: int = 0
-    """Queued tokens in front of this request."""
+    """Tokens of other requests that the node must still prefill."""
     prefill_tokens: int = 0
     """Tokens that the node must prefill for this request.
 
