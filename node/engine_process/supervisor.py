@@ -204,7 +204,10 @@ class Supervisor:
             child.write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child, if any, quickly, because it is above its cap. A new child starts as after a crash."""
+        """End the current child, if any, because it is above cap − leases: after `SupervisorTimeouts.over` by a signal.
+
+        A new child starts as after a crash. `cause` is the reason for users and logs.
+        """
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
