@@ -56,9 +56,9 @@ class PeerRouter:
                         mine[request] = 0
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. After a refusal, retry on another node after a backoff.
+        """Apply a frame of a request. After a refusal, retry after a pause, on another node if there is one.
 
-        A request that is refused in its last try (`MAX_TRIES`) ends.
+        A request that is refused in its last try (`MAX_TRIES`) ends with that refusal.
         """
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
@@ -97,7 +97,10 @@ class PeerRouter:
         """Ignore freed memory, of which a real router learns only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to the best node; fail the turn if no ready node has its model. Retry without a link."""
+        """Send a turn to the best node; fail the turn if no ready node has its model.
+
+        If the best node has no link, try again after a pause, on another node if there is one (`MAX_TRIES`).
+        """
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:

@@ -31,7 +31,7 @@ class RunStatistics:
     refused: int
     """Number of requests that ended with a refusal."""
     first_refused: float
-    """Share of the sent requests whose first node refused."""
+    """Share, from 0 to 1, of the requests sent to any node whose first try was refused; 0 if none was sent."""
     failed: int
     """Number of requests that failed, or did not end."""
     whole_p50: float
