@@ -114,7 +114,7 @@ class LinkKeeper:
 
     @property
     def name(self) -> str:
-        """Name of this node."""
+        """Display name of this node, as in its identity."""
         return self._identity.name
 
     async def run(self) -> None:
