@@ -56,7 +56,7 @@ class QueuedRequest(Generic[T]):
     arrived: float
     """Time at which the request entered the queue, in monotonic seconds."""
     deadline: float
-    """Deadline in monotonic seconds."""
+    """Monotonic time in seconds from which `expire` removes the request."""
     number: int
     """Number in order of arrival."""
     overtaken: int = 0

@@ -127,7 +127,7 @@ class DecisionLog:
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
     def list_newest(self, count: int) -> list[RequestRecord]:
-        """Return the `count` newest ended requests, invalid requests included, oldest first."""
+        """Return the `count` newest ended requests, invalid requests included, oldest first. 0 returns all."""
         ended = list(self.records)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 

@@ -138,7 +138,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the node could give a request that runs alone on it."""
+        """Bytes that a request with its model could take on the node, without other requests and models."""
         return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:

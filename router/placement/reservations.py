@@ -137,7 +137,7 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
 
     node: NodeId
     name: str
-    """Name of the node."""
+    """Display name of the node."""
     model: str
     """Model to load."""
     leaving: frozenset[str]
