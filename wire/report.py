@@ -90,7 +90,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     headroom: Difference | None = None
     """Bytes for new requests (`wire.capacity.arithmetic.compute_headroom`)."""
     leases: Size = 0
-    """Bytes leased to video jobs."""
+    """Bytes leased to a video job or a quantization."""
     bound_by: Word = ""
     """Term that sets the ceiling: `leases`, `dynamic` (other programs), `unreadable`, or the term of the cap."""
     guard: bool = True

@@ -3,8 +3,8 @@
 It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of transients,
 tokenization, requests and model loads; `batches` computes those of decode batches.
 
-The engine's gate, preflight, joins, model loads, video leases and the router's placement all use these functions on the
-same fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
+The engine's gate, preflight, joins, model loads, leases and the router's placement all use these functions on the same
+fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
 `node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -371,7 +371,7 @@ def estimate_alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, c
 def compute_max_context(memory: Memory, model: Model) -> int:
     """Return the maximum tokens of prompt and answer together on the idle node, at most the model's context length.
 
-    Return 0 if not even one token fits.
+    Return 0 if not even one token fits, or if the context length is unknown (0).
     """
     return _find_largest(
         model.context, lambda tokens: estimate_alone_bytes(model, tokens - 1, 1) <= compute_most_bytes(memory)

@@ -37,7 +37,7 @@ class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     guard: bool = True
     """Whether requests are refused for lack of memory."""
     leases: Size = 0
-    """Bytes leased to video jobs."""
+    """Bytes leased to a video job or a quantization."""
     number: Number = 0
     """Sequence number, which grows with every frame. `EngineReport.limits_number` has the number in force."""
     margin_auto: bool = False
