@@ -147,8 +147,7 @@ class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     step_row: Real = 0.0
     """Decode step: bytes for each row."""
     step_seen: Real = 0.0
-    """Decode step: bytes for each attended token of each row. A padded row attends to as many tokens as the longest
-    row, and at most to `window` if that is not 0."""
+    """Decode step: bytes for each token of the longest row, at most `window` if that is not 0, in each row."""
     window: Natural = 0
     """Maximum tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0

@@ -204,10 +204,7 @@ class Supervisor:
             child.write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child, if any, because it is above cap − leases: after `SupervisorTimeouts.over` by a signal.
-
-        A new child starts as after a crash. `cause` is the reason for users and logs.
-        """
+        """End the current child, if any, because it exceeds cap − leases. Another one starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
