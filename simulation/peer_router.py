@@ -70,7 +70,10 @@ class PeerRouter:
             self._pool.record_end(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the loss of a node. Requests with a first token fail; all other requests are retried after a pause."""
+        """Handle the loss of a node. Requests with a first token, or in their last try (`MAX_TRIES`), fail.
+
+        All other requests are retried after a pause.
+        """
         failure = RequestFailure(FailureCode.NODE_LOST, reason)
         for request in [number for number, live in self._live.items() if live[1] == node]:
             if request in self._begun:

@@ -100,7 +100,7 @@ class Quantizer:
         self._paused = why
 
     def end(self, why: str) -> None:
-        """Cancel the running process, and `pause` because of `why`."""
+        """Cancel the running process, if there is one, and `pause` because of `why`."""
         self._paused = why
         if self._child is not None:
             self._child.cancel()
