@@ -124,7 +124,7 @@ def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout
 def compute_fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
     """Divide `total` into max-min fair shares, by key: no key gets more than in `demands`.
 
-    The rest of a key that needs less than an equal share is divided among the remaining keys.
+    A key that needs less than an equal share leaves the difference to the keys that need more.
     """
     shares: dict[str, float] = {}
     left = total

@@ -23,7 +23,7 @@ class LinkState(StrEnum):
     """State of the connection to the coordinator."""
 
     DIALING = "dialing"
-    """No connection; a coordinator is being searched and dialed."""
+    """No connection; the node dials the coordinator, or searches for it."""
     CONNECTED = "connected"
     """A connection is open, and the coordinator has not accepted it yet."""
     LINKED = "linked"
