@@ -190,7 +190,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     kv_step: Natural = 1
     """Tokens by which the cache of a row grows."""
     kv_fixed: Estimate = 0
-    """Bytes of a row of any length."""
+    """Bytes that every row with a token takes, in addition to the bytes for its tokens."""
     kv_window: Natural = 0
     """Tokens of the sliding window; 0 without one."""
     kv_window_per_token: Estimate = 0
@@ -313,13 +313,13 @@ class CacheState(WireStruct, frozen=True, gc=False):
     """State of an engine's prefix cache, with counts since its process started."""
 
     nbytes: Size = 0
-    """Bytes of all cached prefixes."""
+    """Bytes of all cached prefixes in memory."""
     entries: Natural = 0
-    """Number of cached prefixes."""
+    """Number of cached prefixes in memory."""
     hits: Natural = 0
-    """Number of requests that reused a cached prefix."""
+    """Number of requests that reused a cached prefix in memory."""
     hit_tokens: Natural = 0
-    """Prompt tokens that were found in the cache."""
+    """Prompt tokens that these requests reused."""
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0
