@@ -149,7 +149,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     """Result of `replay`: recorded decisions compared with the decisions of another policy."""
 
     decisions: int
-    """Number of decisions."""
+    """Number of all decisions, with those of `refused`."""
     same: int
     """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
     refused: int
