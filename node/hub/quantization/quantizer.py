@@ -93,9 +93,9 @@ class Quantizer:
         self._lessor.on_engine_change()
 
     def pause(self, why: str) -> None:
-        """End each quantization as cancelled, because of `why`, before its process starts. A running process continues.
+        """Refuse new quantizations because of `why`, and let a running process continue. An empty `why` ends the pause.
 
-        The quantization is still planned and its memory leased before that. An empty `why` ends the pause.
+        A quantization that waits for its lease meanwhile ends as cancelled instead of starting its process.
         """
         self._paused = why
 
