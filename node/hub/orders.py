@@ -60,7 +60,7 @@ from wire.models.files import SourceKind, find_manifest_fault
 MAX_ORDERS = 32
 """Maximum orders in progress. A further order ends at once as `in_use`."""
 RESEND_SECONDS = 30.0
-"""An end that is at most this many seconds old is sent again on a new link: the link before may have been dead."""
+"""An end that was sent less than this many seconds ago is sent again on a new link: the former may have been dead."""
 MAX_ENDS = 64
 """Maximum ends that are kept to send them again."""
 _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
