@@ -104,7 +104,7 @@ def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
 
 
 def check_device_error() -> Outcome:
-    """Check that MLX raises a command buffer that macOS has ended, with a message that the engine knows.
+    """Check that MLX raises an error with a message that the engine knows, after macOS has ended a command buffer.
 
     The entry passes if `node.engine.process.device_errors.is_device_error` is true for the exception. The entry is
     skipped without Metal. Raise `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.

@@ -36,7 +36,8 @@ def create_skip(why: str) -> Outcome:
 
 
 class ToolError(Exception):
-    """Raised if a system tool is missing, fails, or prints unknown output. The text names the tool and the problem."""
+    """Raised if a system tool is missing, fails, or prints unknown output, or if an engine of the check fails. The text
+    names the tool or the engine, and the problem."""
 
 
 def run_tool(*command: str) -> str:

@@ -38,7 +38,7 @@ RULES = msgspec.convert(tomllib.loads(WORDS.read_text(encoding="utf-8")), NameRu
 def find_misnamed(file: str, source: str, rules: NameRules = RULES) -> Iterator[tuple[int, str]]:
     """Yield line and qualified name of each function in a module that has no verb and is no exception.
 
-    `file` is the path in the repository, `source` the text of the module.
+    `file` is the path in the repository, `source` the text of the module. A file below `rules.unchecked` has none.
     """
     if not file.startswith(rules.unchecked):
         module = file.removesuffix(".py").replace("/", ".")

@@ -239,7 +239,8 @@ def wired_limit() -> str:
 
 
 def runbook() -> str:
-    """Return the JavaScript module with the runbook's entries of alerts.md. Links between pages become text."""
+    """Return the JavaScript module with the sections of alerts.md about existing alerts. Links between pages become
+    text."""
     entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "alerts.md").read_text(), re.MULTILINE | re.DOTALL)
     names = {rule.name for rule in RULES}
     texts = {

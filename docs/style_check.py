@@ -151,7 +151,8 @@ def _comments(source: str) -> Iterator[Text]:
 
 
 def reads_as_prose(text: str) -> bool:
-    """Return whether a string is a text for a person: one line, at least four words, and few signs but letters."""
+    """Return whether a string is a text for a person: one line, at least four words, and 85 % letters, blanks, commas,
+    full stops and apostrophes."""
     letters = sum(one.isalpha() or one in " ,.'" for one in text)
     return len(WORD.findall(text)) >= 4 and letters >= 0.85 * len(text) and "\n" not in text.strip()
 

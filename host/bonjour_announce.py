@@ -1,7 +1,8 @@
 """Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
 
-An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf, or of the list
-of addresses, is logged once and retried at the next check of the addresses. Nothing else depends on Bonjour:
+An announcement is only a hint: certificates prove identity, links prove liveness. After an error of zeroconf, or of the
+list of addresses, the next check of the addresses tries again. Only the first error before the next announcement is
+logged. Nothing else depends on Bonjour:
 `cluster join URL` needs no multicast. zeroconf binds its sockets to addresses once, and a change of addresses therefore
 creates a new instance.
 """

@@ -36,7 +36,7 @@ class SleepNotificationListener:
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
         """Start listening. Return False if the frameworks are missing or refuse the registration.
 
-        Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS.
+        Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS; it may still succeed later.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
         after the sleep. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.

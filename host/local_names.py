@@ -38,7 +38,8 @@ def list_addresses() -> list[str]:
 
 
 def read_addresses() -> list[str]:
-    """Return the IP addresses of this machine that another machine can dial, as texts, best first.
+    """Return the IP addresses of this machine that another machine can dial, as texts, in the order of
+    `rank_addresses`.
 
     Raise `OSError` if the system cannot list them, for example without a free file descriptor.
     """

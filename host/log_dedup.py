@@ -14,7 +14,7 @@ BURST_EVENTS = 20
 WINDOW_SECONDS = 60.0
 """Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024
-"""Maximum number of subjects; above it, all subjects of an event count as one."""
+"""Maximum number of subjects. Beyond it, all further subjects of an event count as one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 

@@ -199,7 +199,9 @@ class _DeduplicationFilter(logging.Filter):
 
 
 def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
-    """Render an event as a line for a terminal: local time, level, event and its fields, without control characters.
+    """Render an event for a terminal: a line with local time, level, event and fields, and then the exception.
+
+    Control characters in the name of the event and in its fields are escaped.
 
     The signature is that of a structlog processor. Rendered fields are removed from `event`.
     """

@@ -41,7 +41,7 @@ NAMES = frozenset(
         "body",
     }
 )
-"""Names of fields whose values are always hidden."""
+"""Names of fields whose values are always hidden; in fields, upper case and `-` for `_` make no difference."""
 PRIVATE = frozenset({"prepare", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""
 MAX_MESSAGE_CHARS = 300
@@ -61,7 +61,10 @@ Failure = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 def hide_secrets(text: str) -> str:
-    """Replace secrets in a text by HIDDEN: keys, tokens, passwords and private keys in PEM."""
+    """Replace secrets of known forms in a text by HIDDEN.
+
+    These are API keys, access tokens, values after a name such as `password`, and private keys in PEM.
+    """
     return _PRIVATE_KEY.sub(HIDDEN, hide_secrets_in_line(text))
 
 

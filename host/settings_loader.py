@@ -127,7 +127,7 @@ def split_key(key: str) -> list[str]:
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, object]:
-    """Return the values of MACPOOL_SECTION__KEY variables by key (`section.key`), without those in OUTSIDE."""
+    """Return the values of MACPOOL_SECTION__KEY variables by key in lower case (`section.key`), except OUTSIDE."""
     return {
         name[len(PREFIX) :].lower().replace("__", "."): value
         for name, value in environ.items()

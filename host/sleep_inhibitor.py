@@ -35,7 +35,7 @@ class SleepInhibitor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child that holds the assertion; None without a child."""
+        """Process id of the child for the assertion, also after that child has ended on its own; None without one."""
         return None if self._child is None else self._child.pid
 
     def set_held(self, wanted: bool) -> None:

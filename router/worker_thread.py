@@ -22,7 +22,10 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def run_in_worker(work: Callable[[], T]) -> T:
-    """Run `work` in the worker thread. Return its result, or raise its exception."""
+    """Run `work` in the worker thread. Return its result, or raise its exception.
+
+    Work that has begun continues if the caller is cancelled.
+    """
     return await asyncio.get_running_loop().run_in_executor(_thread, work)
 
 

@@ -118,8 +118,8 @@ class SimulatedPool:
         self.contender: SimulatedRouter | None = None
         """Router under test; None before `run`."""
         self.loads = self.preemptions = self.reports = 0
-        """Loads and preemptions of Macs that have stopped, which are all Macs after `run`; reports sent and not lost.
-        """
+        """Loads and preemptions on Macs that crashed before; after `run`, on all Macs. Number of reports that were sent
+        and not lost."""
         for spec in scenario.nodes:
             for name in spec.list_names():
                 self._join(NodeId(name), spec)

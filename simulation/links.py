@@ -48,7 +48,10 @@ class SimulatedLinks:
         return self._numbers.get(node, 0)
 
     def connect(self, node: NodeId) -> int:
-        """Open a new link of a node; return its number. Frames of the link before are lost."""
+        """Open a new link of a node; return its number. Frames that still travel on the link before are lost.
+
+        Held frames of a silent link stay held: see `discard_held`.
+        """
         self._numbers[node] = self.get_link_number(node) + 1
         return self._numbers[node]
 
@@ -85,7 +88,10 @@ class SimulatedLinks:
             self._receive_up(upward)
 
     def deliver_up(self, node: NodeId) -> None:
-        """Deliver the frames of a node's link to the router now, because a connection is read before its end."""
+        """Deliver the frames that travel from a node to the router now: a connection is read to its end.
+
+        Frames of earlier links of the node are lost.
+        """
         link = self.get_link_number(node)
         upward = [(node, one.frame) for one in self._up if (one.node, one.link) == (node, link)]
         others = [one for one in self._up if one.node != node]

@@ -30,7 +30,7 @@ class RequestOutcome:
     tries: int = 0
     """Number of times that the request was sent to a node."""
     first_refused: bool = False
-    """Whether the node of the first try refused."""
+    """Whether the node of the first try refused the request; False before a refusal."""
     nodes: list[str] = field(default_factory=list[str])
     """Node of each try, in order."""
 
@@ -54,7 +54,7 @@ class RequestOutcome:
         return True
 
     def record_refusal(self) -> None:
-        """Record that a node refused. Only the refusal of the first try has an effect."""
+        """Record that a node refused the last try. Only the refusal of the first try has an effect."""
         self.first_refused |= self.tries == 1
 
     def record_end(self, outcome: Outcome, now: float | None) -> None:

@@ -22,7 +22,7 @@ class RoundRobin:
 
 
 class LeastInFlight:
-    """Policy that prefers the node with the fewest running requests of this router."""
+    """Policy that prefers the node with the fewest requests of this router, running or queued there."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the number of requests in flight on the node; less is better."""

@@ -56,9 +56,9 @@ class PeerRouter:
                         mine[request] = 0
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. After a refusal, retry on another node after a backoff.
+        """Apply a frame of a request. After a refusal, retry after a pause, on another node if there is one.
 
-        A request that is refused in its last try (`MAX_TRIES`) ends.
+        A request that is refused in its last try (`MAX_TRIES`) ends with that refusal.
         """
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
@@ -70,7 +70,10 @@ class PeerRouter:
             self._pool.record_end(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the loss of a node. Requests with a first token fail; all other requests are retried after a pause."""
+        """Handle the loss of a node. Requests with a first token, or in their last try (`MAX_TRIES`), fail.
+
+        All other requests are retried after a pause.
+        """
         failure = RequestFailure(FailureCode.NODE_LOST, reason)
         for request in [number for number, live in self._live.items() if live[1] == node]:
             if request in self._begun:
@@ -97,7 +100,10 @@ class PeerRouter:
         """Ignore freed memory, of which a real router learns only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to the best node; fail the turn if no ready node has its model. Retry without a link."""
+        """Send a turn to the best node; fail the turn if no ready node has its model.
+
+        If the best node has no link, try again after a pause, on another node if there is one (`MAX_TRIES`).
+        """
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:

@@ -31,7 +31,7 @@ class RunStatistics:
     refused: int
     """Number of requests that ended with a refusal."""
     first_refused: float
-    """Share of the sent requests whose first node refused."""
+    """Share, from 0 to 1, of the requests sent to any node whose first try was refused; 0 if none was sent."""
     failed: int
     """Number of requests that failed, or did not end."""
     whole_p50: float
@@ -124,7 +124,7 @@ def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout
 def compute_fair_shares(demands: Mapping[str, float], total: float) -> dict[str, float]:
     """Divide `total` into max-min fair shares, by key: no key gets more than in `demands`.
 
-    The rest of a key that needs less than an equal share is divided among the remaining keys.
+    A key that needs less than an equal share leaves the difference to the keys that need more.
     """
     shares: dict[str, float] = {}
     left = total

@@ -127,7 +127,7 @@ class OracleRouter:
             self._wake(ready)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. Enqueue a refused request again.
+        """Apply a frame of a request. After a refusal, let the request wait, and try all waiting requests at once.
 
         A refusal is possible because two requests at one moment may collide on a node.
         """

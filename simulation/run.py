@@ -77,8 +77,8 @@ def run_scenario(
 def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[RunStatistics]:
     """Run a scenario under all policies in turn, and yield each result when it is complete.
 
-    The ratios of a result are to the first policy, which is the clairvoyant (`select_policies`). Raise the errors of
-    `run_scenario`.
+    The ratios of a result are to the first of `policies`, which must be the clairvoyant (`select_policies`). Raise the
+    errors of `run_scenario`.
     """
     best: RunStatistics | None = None
     for policy in policies:

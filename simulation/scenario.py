@@ -30,7 +30,7 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 class ScenarioError(ValueError):
     """Raised for a scenario or trace that is invalid or cannot be read, and for an unknown policy.
 
-    The text has the location and the reason.
+    The text has the reason, and the location in a scenario or trace.
     """
 
 
@@ -101,7 +101,8 @@ class LoadSpec(_StrictTable, frozen=True):
     rate: NotNegative = 0.0
     """Conversations per second."""
     share: NotNegative = 0.0
-    """New prompt tokens per second, as a share of the total prefill speed of all nodes that have the model."""
+    """Average tokens per second that turns add to prompts, as a share of the total prefill speed of all nodes that have
+    the model. Conversations that the context cuts short lower it."""
     trace: str = ""
     """File of JSON lines with `at` (seconds after `begins`), `prompt`, `output` (tokens) and optionally `session`.
 
@@ -118,7 +119,7 @@ class LoadSpec(_StrictTable, frozen=True):
     max_tokens: Tokens | None = None
     """Limit of the answer that a request states, in tokens; None: requests state no limit."""
     turns: Annotated[float, Meta(ge=1)] = 1.0
-    """Average number of turns of a conversation."""
+    """Average number of turns of a conversation that the context of the model does not end earlier."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
     """Seconds from an answer to the next turn."""
     bursts: Count = 1
@@ -133,7 +134,7 @@ class EventSpec(_StrictTable, frozen=True):
     """Fault or lease of a node, from `at` for `seconds`. Ignored if the node is down or silent at that time."""
 
     at: NotNegative
-    """Begin, in seconds."""
+    """Virtual time at which the event starts, in seconds."""
     node: str
     """Name of the node."""
     does: Literal["dies", "silent", "lease"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from wire.identity import PROTOCOL, SERVICE_TYPE
 
 MAX_NAME_BYTES = 63
-"""Bytes of a DNS label, the limit for an instance name."""
+"""Maximum bytes of a DNS label, and therefore of the instance name of a record."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ._,:()+/-]")
 _HEX = re.compile(r"[0-9a-f]{0,16}")
@@ -59,7 +59,8 @@ def build_instance_name(name: str, identity: str) -> str:
     """Return the service name of a record: `<name>-<id6>._macpool._tcp.local.`.
 
     `name` is a display name, `identity` the id of the cluster or the machine. `id6` are the first six letters and
-    digits of `identity`, which distinguish machines of equal name.
+    digits of `identity`, which distinguish machines of equal name. The name is sanitized (`sanitize_text`), has hyphens
+    in place of dots, and is shortened so that `<name>-<id6>` fits in a DNS label.
     """
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
     label = sanitize_text(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"

@@ -27,7 +27,7 @@ class Certificate:
     serial: str
     """Serial number in hexadecimal digits."""
     issued: float
-    """Time of creation: the begin of the validity plus `BACKDATED_SECONDS`."""
+    """Time of creation: the first moment of the validity plus `BACKDATED_SECONDS`."""
     expires: float
     """End of the validity."""
 

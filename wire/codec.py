@@ -31,20 +31,17 @@ from wire.frames import (
 from wire.units import KIB, MIB
 
 FRAGMENT_BYTES = 32 * KIB
-"""Payload bytes of a fragment: 2.6 ms at 100 Mbit/s."""
+"""Maximum payload bytes of a fragment, which take 2.6 ms at 100 Mbit/s."""
 MAX_PLAIN_BYTES = 64 * KIB
 """Bytes above which a frame is sent in fragments."""
 MAX_FRAME_BYTES = 256 * KIB
 """Maximum bytes of a frame on the wire."""
 MAX_JOINED_BYTES = 16 * MIB
-"""Maximum bytes of a joined message, and of all messages in progress together.
-
-A request body of 8 MiB becomes at most 11.5 MiB: a bias for each of 700,000 tokens.
-"""
+"""Maximum bytes of a frame whose fragments are joined, and of all frames whose fragments are in progress together."""
 MAX_REPORT_BYTES = 256 * KIB
-"""Maximum bytes of a report of 512 models, and of each frame without its own maximum."""
+"""Maximum bytes of the fields of a `Report`, which can have 512 models, and of each frame without its own maximum."""
 MAX_DELTAS_BYTES = MIB + 64 * KIB
-"""Maximum bytes of deltas: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
+"""Maximum bytes of a `Deltas` frame: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
 MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
 """Maximum bytes of all messages in progress from a node to the coordinator, together."""
 MAX_OPEN_MESSAGES = 64

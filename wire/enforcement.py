@@ -32,6 +32,6 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     polls: Natural = 0
     """Number of memory polls."""
     over_caps: Natural = 0
-    """Number of times that the engine was above its cap."""
+    """Number of times that the engine rose above cap − leases, each counted once until the engine is below it."""
     kills: Natural = 0
-    """Number of engine processes that the enforcer ended because they were above the cap."""
+    """Number of engine processes that the enforcer ended because they stayed above cap − leases."""

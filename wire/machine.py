@@ -16,7 +16,8 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     age: Seconds = 0.0
     """Age of `available` and `pressure` in seconds when the report was written."""
     worker: Size = 0
-    """Footprint of the node's video worker in bytes; 0 without one."""
+    """Footprint in bytes of the process that uses the node's lease, a video worker or a quantization; 0 without one, or
+    if unreadable."""
 
 
 class Disk(WireStruct, frozen=True, array_like=True, gc=False):

@@ -28,7 +28,7 @@ class FailureCode(StrEnum):
     NODE_LOST = "node_lost"
     """The node was lost."""
     MEMORY_PRESSURE = "memory_pressure"
-    """The engine was over its cap, and ended the request to reduce its memory."""
+    """The engine was above cap − leases, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"
     """The answer became longer than expected, and no memory of the node is left for more tokens."""
     GRAMMAR_FAILED = "grammar_failed"

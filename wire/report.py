@@ -53,7 +53,7 @@ class MemoryLevel(IntEnum):
 
 
 class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
-    """Hardware and system of a machine, sent once in `Hello`."""
+    """Hardware and system of a machine, sent once in `Enroll` and in `Hello`."""
 
     chip: Text = ""
     """Name of the processor, such as "Apple M5 Max"."""
@@ -90,7 +90,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     headroom: Difference | None = None
     """Bytes for new requests (`wire.capacity.arithmetic.compute_headroom`)."""
     leases: Size = 0
-    """Bytes leased to video jobs."""
+    """Bytes leased to a video job or a quantization."""
     bound_by: Word = ""
     """Term that sets the ceiling: `leases`, `dynamic` (other programs), `unreadable`, or the term of the cap."""
     guard: bool = True
@@ -147,7 +147,7 @@ class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     step_row: Real = 0.0
     """Decode step: bytes for each row."""
     step_seen: Real = 0.0
-    """Decode step: bytes for each row and each token of the longest row."""
+    """Decode step: bytes for each token of the longest row, at most `window` if that is not 0, in each row."""
     window: Natural = 0
     """Maximum tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0
@@ -190,7 +190,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     kv_step: Natural = 1
     """Tokens by which the cache of a row grows."""
     kv_fixed: Estimate = 0
-    """Bytes of a row of any length."""
+    """Bytes that every row with a token takes, in addition to the bytes for its tokens."""
     kv_window: Natural = 0
     """Tokens of the sliding window; 0 without one."""
     kv_window_per_token: Estimate = 0
@@ -272,7 +272,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests that the engine ended because the engine or the agent found it above its cap."""
+    """Requests that the engine ended because the engine or the agent found it above cap − leases."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
@@ -280,7 +280,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     preemptions: Natural = 0
     """Number of preemptions. A preempted request continues when memory or rows are free."""
     overs: Natural = 0
-    """Forwards after which the engine found itself above its cap."""
+    """Forwards after which the engine found itself above cap − leases."""
     departures: Natural = 0
     """Models that were unloaded because they were idle for long."""
     prefill_tokens: Natural = 0
@@ -313,13 +313,13 @@ class CacheState(WireStruct, frozen=True, gc=False):
     """State of an engine's prefix cache, with counts since its process started."""
 
     nbytes: Size = 0
-    """Bytes of all cached prefixes."""
+    """Bytes of all cached prefixes in memory."""
     entries: Natural = 0
-    """Number of cached prefixes."""
+    """Number of cached prefixes in memory."""
     hits: Natural = 0
-    """Number of requests that reused a cached prefix."""
+    """Number of requests that reused a cached prefix in memory."""
     hit_tokens: Natural = 0
-    """Prompt tokens that were found in the cache."""
+    """Prompt tokens that these requests reused."""
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0

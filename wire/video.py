@@ -48,9 +48,9 @@ class LeaseRefusalCode(StrEnum):
     """Machine-readable reason of a refused lease, in `LeaseRefused.code`, besides `wire.refusals.RefusalCode`."""
 
     LEASE_HELD = "lease_held"
-    """The node has granted another lease."""
+    """The node has granted another lease, or leases memory to a quantization."""
     LEASE_SUPERSEDED = "lease_superseded"
-    """The node has received a newer generation of the job."""
+    """The node has received a newer lease of the job, or has deleted this lease."""
     LEASE_TOO_LARGE = "lease_too_large"
     """The lease exceeds the cap minus the margin and the footprint of the engine without models."""
     GUARD_OFF = "guard_off"

@@ -72,8 +72,8 @@ async def find_services(
     """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record.
 
     `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
-    cluster. `interfaces` are the addresses of this machine to search from; None for all. The list is also empty if
-    multicast is not possible. The services are sorted by name.
+    cluster. `interfaces` are the addresses of this machine to search from; None for all. The search uses IPv6 addresses
+    only if all are. The list is also empty if multicast is not possible. The services are sorted by name.
     """
     where = list(interfaces) if interfaces is not None else list_addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]

@@ -39,8 +39,9 @@ class DiskMeter:
         wait((self._call,), FIRST_SECONDS)
 
     def read(self) -> Disk:
-        """Return the latest measurement without waiting. Its numbers are 0 before the first one, and for a disk that is
-        unreadable.
+        """Return the latest measurement without waiting, and start another one if `INTERVAL_SECONDS` have passed.
+
+        The numbers are 0 before the first measurement, and for a disk that is unreadable.
         """
         age = self._clock() - self._begun_at
         if not self._call.done():

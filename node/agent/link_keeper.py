@@ -44,7 +44,7 @@ FIND_TIMEOUT_SECONDS = 3.0
 SUPERSEDED_ADDRESS_SECONDS = 30.0
 """Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
-"""Denial reason of a coordinator that learned from this node's Hello that it is superseded."""
+"""Denial reason of a coordinator that is superseded, as its higher generation in this node's Hello proves."""
 
 log = structlog.get_logger("node.agent.agent")
 
@@ -114,7 +114,7 @@ class LinkKeeper:
 
     @property
     def name(self) -> str:
-        """Name of this node."""
+        """Display name of this node, as in its identity."""
         return self._identity.name
 
     async def run(self) -> None:

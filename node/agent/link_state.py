@@ -23,7 +23,7 @@ class LinkState(StrEnum):
     """State of the connection to the coordinator."""
 
     DIALING = "dialing"
-    """No connection; a coordinator is being searched and dialed."""
+    """No connection; the node dials the coordinator, or searches for it."""
     CONNECTED = "connected"
     """A connection is open, and the coordinator has not accepted it yet."""
     LINKED = "linked"
@@ -51,7 +51,7 @@ class LinkLife:
     """Seconds of the current wait; 0 in other states."""
 
     def check(self) -> None:
-        """Raise `InvariantError` if two values contradict each other."""
+        """Raise `InvariantError` if `wait` contradicts the state, or `next_delay` is not in `DIAL_DELAYS_SECONDS`."""
         if (self.wait > 0) != (self.state is LinkState.WAITING):
             raise InvariantError(f"a wait belongs to the state waiting: {self}")
         if not DIAL_DELAYS_SECONDS[0] <= self.next_delay <= DIAL_DELAYS_SECONDS[1]:

@@ -75,8 +75,7 @@ class CoordinatorLinks:
                 )
 
     def send(self, frame: Frame) -> None:
-        """Send a frame on the current link. Without a link the frame is discarded, and the next report carries the
-        state."""
+        """Send a frame on the current link. Discard the frame without a current link."""
         if self._current is not None:
             self._current.send(frame)
 

@@ -26,7 +26,7 @@ from wire.report import Hardware, Memory
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2
-"""Minimum seconds between two reports that are sent because of a change."""
+"""Minimum seconds between a report and the next one because of a change. A change of the models does not wait."""
 
 log = structlog.get_logger("node.agent.agent")
 

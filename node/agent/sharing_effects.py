@@ -42,7 +42,7 @@ class SharingEffects:
     def on_sharing_change(self, sharing: SharingState) -> None:
         """Notify `on_sharing` and the subscribers of `changed` of a new decision whether this Mac accepts work.
 
-        While this Mac accepts no work, no quantization begins.
+        While this Mac accepts no work, no process of a quantization starts (`Quantizer.pause`).
         """
         why = "" if sharing.shared else sharing.why
         self._on_sharing(why)

@@ -215,7 +215,7 @@ async def start_child(
     on_frame: Callable[[int, bytes], None],
     on_fault: Callable[[str], None],
 ) -> EngineChild:
-    """Start an engine process and connect its socket. The caller sends its settings before any other frame.
+    """Start an engine process and connect its socket. The caller must send settings to the child before other frames.
 
     `wired` holds the wired memory of the system before the start. `on_frame` and `on_fault` are described at
     `EngineChild`. Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot

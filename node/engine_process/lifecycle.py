@@ -136,7 +136,7 @@ class ProtocolViolated:
 
 @dataclass(frozen=True, slots=True)
 class CapExceeded:
-    """Event: the enforcer ends the child, because it holds more than its cap."""
+    """Event: the enforcer ends the child, because the child holds more memory than cap − leases."""
 
     cause: str
 

@@ -32,7 +32,7 @@ class EngineReports:
 
     @property
     def freed_order(self) -> int:
-        """Sequence number of the last `free_memory` order that the engine reports as done; 0 before the first."""
+        """Number of the last `free_memory` order that the current child reports as done; 0 before the first."""
         return 0 if self._latest is None else self._latest.freed_order
 
     def has_model_in_memory(self, name: str) -> bool:
@@ -82,9 +82,10 @@ class EngineOrders:
         self._write(encode(order))
 
     def free_memory(self, size: int) -> int:
-        """Ask the engine to free reclaimable memory until `size` bytes fit.
+        """Ask the current child to free reclaimable memory until `size` bytes fit. Do nothing without a child.
 
-        Return the sequence number of the order, which `EngineReports.freed_order` reaches when the order is done.
+        Return the sequence number of the order. `EngineReports.freed_order` reaches it when the order is done, and
+        never if the child ends before that.
         """
         self._free_orders += 1
         self._write(encode(ReclaimMemory(self._free_orders, size)))

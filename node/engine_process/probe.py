@@ -17,8 +17,8 @@ class EngineProbe:
 
     @property
     def call_until(self) -> float:
-        """Monotonic time in seconds from which the native call in progress is too long, by the last pong; 0 without a
-        call."""
+        """Monotonic time in seconds at which the native call in progress exceeds `SupervisorTimeouts.turn_factor` times
+        its expected duration, by the last pong; 0 without a call."""
         child = self._child()
         return 0.0 if child is None else child.compute_call_deadline(self._timeouts.turn_factor)
 

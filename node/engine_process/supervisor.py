@@ -204,7 +204,7 @@ class Supervisor:
             child.write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child, if any, quickly, because it is above its cap. A new child starts as after a crash."""
+        """End the current child, if any, because it exceeds cap − leases. Another one starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 

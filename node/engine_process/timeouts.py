@@ -20,7 +20,7 @@ class ExitUrgency(Enum):
     AGENT_STOPS = auto()
     """As `GRACEFUL`, but within `SupervisorTimeouts.stopping` seconds, because the agent stops."""
     OVER_CAP = auto()
-    """The child holds more memory than its cap."""
+    """The child holds more memory than cap − leases."""
     UNRESPONSIVE = auto()
     """The child hangs, or has closed its socket."""
 
@@ -63,8 +63,8 @@ class SupervisorTimeouts:
     leave: float = 6.0
     """Time to release the memory and end: 1 s above `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
     over: float = 1.0
-    """Time from `StopEngine` to SIGTERM, and the same time to SIGKILL, for an engine above its cap. A native call in
-    progress is included."""
+    """Time from `StopEngine` to SIGTERM, and the same time again to SIGKILL, for an engine above cap − leases. It
+    includes the rest of a native call in progress."""
     stopping: float = 15.0
     """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
     settle: float = 10.0

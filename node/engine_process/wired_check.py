@@ -16,7 +16,7 @@ from wire.frames import EngineReport
 from wire.units import show_size
 
 MAX_WIRED_LEAKS = 2
-"""Number of ends that leaked wired memory, after which no engine is started.
+"""Number of ends whose leaked wired memory has not returned, from which on no engine is started.
 
 Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
 minutes apart.
@@ -42,7 +42,7 @@ class WiredCheck:
 
     @property
     def leaked_bytes(self) -> int:
-        """Wired bytes that ended engines left behind."""
+        """Wired bytes that ended engines left behind and that have not returned."""
         return self._leaks.missing
 
     @property

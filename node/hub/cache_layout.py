@@ -114,7 +114,10 @@ class RepositoryFolder:
             os.close(descriptor)
 
     def is_locked(self) -> bool:
-        """Return whether another process holds the lock. Raise `OSError` if the lock file cannot be opened."""
+        """Return whether the lock is held now. If it is free, take it for an instant.
+
+        Raise `OSError` if the lock file cannot be opened.
+        """
         if not self.lock_file.exists():
             return False
         descriptor = self._try_lock()
@@ -134,7 +137,7 @@ class RepositoryFolder:
         return descriptor
 
     def create_snapshot(self, manifest: ModelManifest) -> None:
-        """Create the links of a commit, of which every file is verified. Existing entries are replaced one by one.
+        """Create the links of a commit. The caller must have verified every file. Replace existing entries one by one.
 
         Raise `ModelFileError` if a folder below the snapshot is a link or a file, `OSError` on failure.
         """

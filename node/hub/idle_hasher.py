@@ -25,7 +25,8 @@ CHECK_INTERVAL_SECONDS = 5.0
 MIN_IDLE_CHECKS = 12
 """Checks in a row that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
 NEXT_SEARCH_CHECKS = 108
-"""Idle checks after a search without a result, or a failure, before the next `MIN_IDLE_CHECKS`: nine minutes."""
+"""Idle checks (nine minutes) before the next `MIN_IDLE_CHECKS`, after a failure or if nothing is to be hashed. A busy
+node ends this wait."""
 MAX_BYTES_PER_SECOND = 500 * MIB
 _OTHER_CAUSES = frozenset({ModelOrderCode.DISK_FULL, ModelOrderCode.INTERRUPTED})
 """Ends that say nothing about the files: the disk of the digests is full, or a signal ended the child."""
@@ -69,7 +70,7 @@ class IdleHasher:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the checks and the child."""
+        """Stop the checks. Cancel the child, and wait for its end."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

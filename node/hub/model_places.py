@@ -57,7 +57,7 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 
 def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | None:
-    """Return the place of a model in a model folder of the settings; None if no model folder has the name."""
+    """Return the first place of a model in the model folders of the settings; None if they have no such model."""
     for top in (resolve_home(folder) for folder in settings.folders):
         for candidate, folder in find_model_folders(top):
             if candidate == name:
@@ -66,8 +66,9 @@ def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | No
 
 
 def remove_model(place: ModelPlace) -> int:
-    """Delete a model, with all revisions if it is in the cache, and return the freed bytes. Files with a further hard
-    link free no bytes.
+    """Delete a model, with all revisions if it is in the cache, and return the freed bytes.
+
+    Files with a hard link elsewhere free no bytes.
 
     Raise `ModelFileError` for a link, for a model folder of the settings itself, and for a repository that another
     process works on. Raise `OSError` if a file cannot be deleted.

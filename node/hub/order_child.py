@@ -24,7 +24,7 @@ from wire.frames.model_files import ModelOrderCode
 MAX_LINE_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 4096
 NICENESS = 10
-"""Least niceness of a child, also while it imports its modules: requests on the same machine come first."""
+"""Niceness of a child, or that of the agent if that is higher: requests on the same machine come first."""
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_TIMEOUT_SECONDS = 5.0

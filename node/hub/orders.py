@@ -58,9 +58,9 @@ from wire.identity import is_valid_model
 from wire.models.files import SourceKind, find_manifest_fault
 
 MAX_ORDERS = 32
-"""Maximum orders in progress; further orders are refused."""
+"""Maximum orders in progress. A further order ends at once as `in_use`."""
 RESEND_SECONDS = 30.0
-"""Seconds for which an end is sent again on another link, because the link on which it was sent may have been dead."""
+"""An end that was sent less than this many seconds ago is sent again on a new link: the former may have been dead."""
 MAX_ENDS = 64
 """Maximum ends that are kept to send them again."""
 _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
@@ -148,9 +148,9 @@ class ModelFileOrders:
                 self._send_frame(ending.frame)
 
     async def stop(self) -> None:
-        """End all orders and their processes, without sending their ends, and refuse further orders.
+        """Cancel all orders, wait for their ends without sending these, and refuse further orders.
 
-        Wait for a removal in progress.
+        A removal is not cancelled: it completes first.
         """
         self._stopping = True
         stopped = tuple(self._running)

@@ -29,7 +29,7 @@ class RelayAnswer:
         self._received = bytearray()
 
     def feed(self, data: bytes) -> bytes | None:
-        """Add received bytes. Return the bytes after RelayJoined; None if it has not arrived yet.
+        """Add received bytes. Return the bytes after RelayJoined; None until that frame is complete.
 
         Raise `RelayRefusedError` if the coordinator refuses the connection or sends anything else.
         """
@@ -65,8 +65,8 @@ def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSock
     """Return a connection through the coordinator to the node that serves. `timeout` limits each socket operation, in
     seconds.
 
-    Raise `OSError` (with `RelayRefusedError` and `ssl.SSLError`) if there is none. Raise `ValueError` for an invalid
-    address or certificate.
+    Raise `OSError` (such as `RelayRefusedError` or `ssl.SSLError`) if the connection fails or is not joined. Raise
+    `ValueError` for an invalid address or certificate.
     """
     context = NodeClientContext.create_for_coordinator(cluster)
     plain = socket.create_connection(split_address(cluster.coordinator), timeout)

@@ -11,8 +11,9 @@ from wire.frames.model_files import ModelOrderCode
 class RunningOrder:
     """Order in progress. A pull or quantization can have the numbers of several orders for the same result.
 
-    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders.
-    `from_mirror` is whether a pull gets the files from a mirror. `result` is that of a quantization: name and bits.
+    `key` is the model whose files the order changes or reads. `commit` is the commit that a pull downloads; empty for
+    other orders. `from_mirror` is whether a pull can use a mirror or relay. `result` has name and bits of the model
+    that a quantization creates; None for other orders.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RunningOrder:
         return await child.run()
 
     def cancel(self) -> None:
-        """End the process of the order, if the order has one. A removal is not cancelled."""
+        """Cancel the order: its process is ended, or not started. A removal has no process and continues."""
         self.cancelled = True
         if self._child is not None:
             self._child.cancel()

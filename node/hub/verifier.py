@@ -36,7 +36,8 @@ class Verification:
     def run(self) -> ChildEnd:
         """Hash all files, store their digests, and return the end of the order with the content hash.
 
-        The end is a failure if a file changed meanwhile or differs from its blob name, or if there are no files.
+        A file whose digest differs from its blob name gives the end `content_mismatch`, also with the hash. The end is
+        `failed` and nothing is stored if a file changed meanwhile; it is `not_found` without files.
         Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read, `ModelFileError` if the digests cannot
         be written.
         """

@@ -152,10 +152,10 @@ def convert_to_dict(struct: Any) -> dict[str, Any]:
 
 
 def report_memory(settings: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
-    """Return the limits of the machine, cap and margin in bytes, with the limiting term of the cap.
+    """Return the memory limits of the machine, the cap and the margin, all in bytes, and the limiting term of the cap.
 
-    `error` is the reason if the settings allow no cap. `safe` is the highest wired limit in bytes that leaves the
-    system the reserve of the tier.
+    If the settings allow no cap or margin, `error` has the reason, and cap and margin are left out. `safe` is the
+    highest wired limit that leaves the system the reserve of the tier.
     """
     report: dict[str, Any] = {
         "total": bounds.total,

@@ -36,7 +36,7 @@ _PROXY_HEADERS = frozenset(
 SESSION_HEADER = b"x-session-id"
 """Header with which a client names its conversation."""
 MAX_SESSION_BYTES = 200
-"""Maximum bytes of a session name."""
+"""Maximum bytes of a session name. A longer name is ignored (`parse_session`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def new_key(
     expires: float | None = None,
     limits: KeyLimits | None = None,
 ) -> tuple[ApiKey, str]:
-    """Create a key; return its record and its text `mp_<id>_<43 characters>`, which is shown once and stored nowhere.
+    """Create a key; return its record and its text `mp_<id>_<43 characters>`. The record has only a digest of the text.
 
     `created` and `expires` are in Unix seconds; without `expires` the key never expires. Without `limits` the key has
     none of its own. Raise `ValueError` for a scope other than infer, admin, metrics, or without any scope.

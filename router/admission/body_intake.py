@@ -43,7 +43,8 @@ class _KeyIntake:
 class BodyIntake:
     """Limit on the bytes of the bodies that each API key has in transfer at the same time.
 
-    `most` is the limit of one key in bytes. A body that is longer than `most` is received alone.
+    `most` is the limit of one key in bytes. While a body that is longer than `most` is received, no other body of its
+    key is.
     """
 
     def __init__(self, most: int) -> None:

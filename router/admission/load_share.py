@@ -5,7 +5,7 @@ from wire.capacity.fairness import WeightedKey
 FAIR_SHARE_FACTOR = 2
 """Multiple of its share of all requested tokens above which a key is greedy.
 
-A request of a greedy key is queued even if its node has room, where many prompt tokens are ahead of it on that node. At
+A request of a greedy key is queued even if its node has room, if many prompt tokens are ahead of it on that node. At
 its deadline the request is refused if it would use the last half of the node's memory (`CrowdRules`). Both apply only
 while other keys have open requests. Of two keys with equal priority neither can exceed the factor, because each has a
 share of one half. A low-priority key next to a normal one exceeds the factor above two fifths of all tokens.

@@ -7,10 +7,10 @@ in, first out, but a request that does not fit now does not block the requests b
 overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (`keep` of an attempt), because it would
 otherwise be overtaken without end.
 
-The queue is short on purpose: max(64, 4 × nodes) requests, a quarter of that per key but at least 16. A longer queue
-only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
-as long as the recent pace serves all its requests in time. In simulated bursts of 30 requests by one key,
-a third fewer are refused.
+The queue is short on purpose: max(64, 4 × nodes) requests without a setting, a quarter of that per key but at least 16.
+A longer queue only turns a refusal now into a refusal after the deadline. A key that waits alone may have the whole
+queue but one share, as long as the recent pace serves all its requests in time. In simulated bursts of 30 requests by
+one key, a third fewer are refused.
 """
 
 import math
@@ -48,15 +48,15 @@ class QueuedRequest(Generic[T]):
     """Request in the queue, with its cost and deadline. `AdmissionQueue.offer` creates it."""
 
     item: T
-    """Request of the caller."""
+    """Object that the caller has passed to `offer`."""
     key: str
     """Id of the API key."""
     cost: int
-    """Work in tokens."""
+    """Expected tokens of the prompt and of all answers, at least 1."""
     arrived: float
-    """Arrival in monotonic seconds."""
+    """Time at which the request entered the queue, in monotonic seconds."""
     deadline: float
-    """Deadline in monotonic seconds."""
+    """Monotonic time in seconds from which `expire` removes the request."""
     number: int
     """Number in order of arrival."""
     overtaken: int = 0

@@ -314,7 +314,7 @@ def refuse_model(model: str, limits: KeyLimits) -> Refused:
 def estimate_probable_tokens(demand: ResourceDemand) -> int:
     """Return the expected tokens of a request: its prompt, and at most `DEFAULT_ANSWER_TOKENS` for each choice.
 
-    The limit of the request is no estimate, because few answers use their whole limit.
+    A higher limit of the request is not used, because few answers reach their limit.
     """
     most = demand.max_tokens or DEFAULT_ANSWER_TOKENS
     answer = most if most < DEFAULT_ANSWER_TOKENS else DEFAULT_ANSWER_TOKENS

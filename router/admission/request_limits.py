@@ -9,7 +9,7 @@ message, takes 250 bytes for each comma.
 MAX_TEXTS = 2 * MAX_VALUES
 """Maximum strings of one body: a key and a value for each comma."""
 MAX_PROMPT_IDS = 512 * 1024
-"""Maximum values of a body whose prompt may be token ids, of which each takes 36 bytes."""
+"""Maximum values of a body whose prompt may be token ids. Each token id takes 36 bytes."""
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """Maximum memory of a body as Python text.
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 10_000_000
 """Maximum number of tokens in a field of a body, such as `max_tokens`, and maximum token ids of one prompt."""
 MAX_CHOICES = 16
 MAX_IGNORED = 32
-"""Maximum ignored fields named in the header of an answer; a body with more unknown fields is refused."""
+"""Maximum ignored fields named in the header of an answer. A body with more unknown fields at its top is refused."""
 MAX_STOPS = 16
 MAX_PARTS = 4096
 """Maximum blocks of one message."""

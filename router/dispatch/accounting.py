@@ -23,7 +23,8 @@ INPUT_TOKENS = 512
 """Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
 last token."""
 UNSENT_TOKENS = 8
-"""Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
+"""Maximum tokens of one choice that are generated and never sent: the end token, and tokens held back for a stop
+string."""
 QUOTING = {
     RefusalCode.INVALID: "its grammar or a value is invalid for this model; the response to the client has the details",
     RefusalCode.UNSUPPORTED: "the model lacks a feature of the request; the response to the client has the details",
@@ -33,8 +34,8 @@ QUOTING = {
 
 
 class Accounting:
-    """Recorder of ended requests for usage, limits, counters and history. The recorder refunds the unused part
-    of a key's charge."""
+    """Recorder of ended requests for usage, limits, counters and history. The recorder also settles the charge of each
+    request: it refunds unused tokens to the key, and charges the tokens beyond the estimate."""
 
     def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters

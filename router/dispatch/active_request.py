@@ -235,7 +235,7 @@ class ActiveRequest:
         self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 
     def restart(self) -> None:
-        """Discard the answer, of which the client has received nothing, before it starts from the beginning."""
+        """Discard the answer, which then starts from its beginning. The client must have received nothing of it."""
         self.tokens.restart()
         self.answer.discard()
         self.demand = replace(self.demand, known_tokens=0)

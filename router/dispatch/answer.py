@@ -142,7 +142,7 @@ class StreamedAnswer(Answer):
         self.buffered = 0
 
     def request_keepalive(self) -> None:
-        """Request a keep-alive from the reader."""
+        """Set `keepalive_due`, and notify the reader, which then sends a keep-alive."""
         self.keepalive_due = True
         self.flush()
 

@@ -25,9 +25,9 @@ from typing import Generic, TypeVar
 MAX_FAULTS = 3
 """Faults in a row that open a breaker."""
 SAME_FAULT_SECONDS = 1.0
-"""Seconds within which faults count as one."""
+"""Seconds after a counted fault in which further faults are not counted."""
 FAULT_WINDOW_SECONDS = 60.0
-"""Seconds of quiet after which the count of faults starts again."""
+"""Seconds without a counted fault after which the count starts again."""
 MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 5.0, 120.0
 """First and maximum open time of a breaker, in seconds."""
 PROBE_SUCCESS_SECONDS = 10.0

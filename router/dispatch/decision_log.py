@@ -127,7 +127,7 @@ class DecisionLog:
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
     def list_newest(self, count: int) -> list[RequestRecord]:
-        """Return the `count` newest ended requests, invalid requests included, oldest first."""
+        """Return the `count` newest ended requests, invalid requests included, oldest first. 0 returns all."""
         ended = list(self.records)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
@@ -137,7 +137,7 @@ class DecisionLog:
         return [record for record in (*self.refusals, *self.records) if record.request_id == request_id]
 
     def find_decisions(self, request_id: str) -> list[PlacementDecision]:
-        """Return the stored decisions about one request, oldest first."""
+        """Return the stored decisions about all requests with a request id, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
     def encode_lines(self) -> Iterator[bytes]:
@@ -149,7 +149,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     """Result of `replay`: recorded decisions compared with the decisions of another policy."""
 
     decisions: int
-    """Number of decisions."""
+    """Number of all decisions, with those of `refused`."""
     same: int
     """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
     refused: int

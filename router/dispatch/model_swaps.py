@@ -46,13 +46,13 @@ from wire.refusals import RefusalCode
 from wire.report import Model
 
 SWAP_AFTER_SECONDS = 5.0
-"""Seconds that a request waits before a model in use is unloaded for it."""
+"""Seconds after the arrival of a request before which no model in use is unloaded for it."""
 MIN_SLICE_SECONDS = 5.0
 """Minimum slice, in seconds."""
 SLICE_LOAD_FACTOR = 8
-"""Load times added to the minimum slice."""
+"""Factor by which the time of a load counts in a slice, in addition to `MIN_SLICE_SECONDS`."""
 MAX_SLICE_KEYS = 4
-"""Maximum factor of a slice for a model that more keys use."""
+"""Maximum factor by which a slice is longer because the keys of its model have more weight."""
 WAIT_SLICES = 4
 """Divisor of the timeout of a turn: the quotient is the maximum slice."""
 
@@ -73,7 +73,7 @@ class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
     weighted_key: WeightedKey
     model: str
     since: float
-    """Arrival, in monotonic seconds."""
+    """Arrival of the request at the router, in monotonic seconds."""
     candidates: tuple[Candidate, ...]
     refused: frozenset[NodeId] = frozenset()
     """Nodes that have refused the request and have not reported since."""

@@ -32,7 +32,7 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 MAX_OPEN_COMMANDS = 64
 """Maximum open commands about models, and maximum open token counts."""
 MAX_COUNTS_PER_KEY = 16
-"""Maximum open token counts of one API key: the rest is for other keys."""
+"""Maximum open token counts of one API key, so that other keys find room within `MAX_OPEN_COMMANDS`."""
 COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: a load of half a terabyte from a slow disk ends within it. The node's agent detects a hanging
 engine much sooner.

@@ -24,7 +24,7 @@ class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
     query: str = ""
     """Query that the texts are scored for; empty for embeddings."""
     max_tokens: int = 0
-    """Number of tokens at which each document is cut; 0: no cut."""
+    """Maximum tokens of each document, at which a longer document is cut; 0: no maximum besides the context."""
 
     @property
     def count(self) -> int:

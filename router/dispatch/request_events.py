@@ -167,7 +167,7 @@ class CancelAttempt(Action, frozen=True, gc=False):
 
 
 class CorrectHeadroom(Action, frozen=True, gc=False):
-    """Action: limit the headroom of a node that refused, in bytes, until its next report."""
+    """Action: count the headroom of a node that refused as at most `headroom` bytes, until its next report."""
 
     node: NodeId
     headroom: int

@@ -112,7 +112,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     cached_share: float = 0.0
     """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
     tokens_ahead: int = 0
-    """Queued tokens in front of this request."""
+    """Tokens of other requests that the node must still prefill."""
     prefill_tokens: int = 0
     """Tokens that the node must prefill for this request.
 
@@ -138,7 +138,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that the node could give a request that runs alone on it."""
+        """Bytes that a request with its model could take on the node, without other requests and models."""
         return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:

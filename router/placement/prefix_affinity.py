@@ -47,7 +47,7 @@ class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
     hashes: tuple[tuple[int, int], ...]
     """Hashes with the number of characters up to each, shortest first."""
     size: int
-    """Characters of the whole prompt."""
+    """Characters of all messages and of the arguments of their tool calls, and 1 for each message."""
     session: int = 0
     """Hash of the session that the client named; 0 if it named none."""
 
@@ -70,8 +70,9 @@ def compute_hash_chain(
     """Compute the hash chain of a prompt.
 
     `root` has everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
-    conversation. `scope` is the key that may reuse the cached tokens, and every hash depends on `scope`. With `shared`,
-    all keys may reuse the first message: only the hashes of that message do not depend on `scope`.
+    conversation; empty without a name. `scope` is the id of the key that may reuse the cached tokens, or
+    `SHARED_SCOPE`. Every hash depends on `scope`. With `shared`, all keys may reuse the first message: only the hashes
+    of that message do not depend on `scope`.
     """
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0

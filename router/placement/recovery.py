@@ -75,7 +75,7 @@ def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
 def compute_silence_limit_seconds(prefill_seconds: float) -> float:
     """Return the seconds of silence of a node after which its request is resumed on another node.
 
-    `prefill_seconds` is the time to prefill the known tokens on another node. A request that would lose much waits
-    longer for its node to return.
+    `prefill_seconds` is the expected time until the other node continues the answer, in seconds. A request that would
+    lose much waits longer for its node to return.
     """
     return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, prefill_seconds))

@@ -108,7 +108,11 @@ def _name_missing_features(serving: list[NodeView], request: ResourceDemand) -> 
 
 
 def refuse_unknown_model(view: ClusterView, model: str) -> Refused:
-    """Return the refusal of a request for a model that no node has. Its message names the models with similar names."""
+    """Return the refusal of a request for a model that no node has reported.
+
+    The refusal is not final while no node has reported a model, or the first report of a node is awaited. For a video
+    model, the message names its route; otherwise it names the models with similar names.
+    """
     if any(package.name == model for node in view.nodes for package in node.video.packages):
         return Refused(RefusalCode.INVALID, f"the model {model!r} generates videos, not text: use POST /v1/videos")
     known = view.get_models()

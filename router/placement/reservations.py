@@ -44,7 +44,7 @@ class Reservation(msgspec.Struct, gc=False):
     need: int
     """Reserved bytes, `weights` included."""
     tokens: int
-    """Prompt tokens to prefill."""
+    """Tokens to prefill: prompt tokens that are probably not cached, and known tokens of a resumed answer."""
     seconds: float = 0.0
     """Expected prefill time of the prompt on that node, in seconds."""
     weights: int = 0
@@ -85,9 +85,9 @@ class NodeReservations:
     rows: int = 0
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
-    """Numbers of all requests on the node."""
+    """Attempt numbers of all requests on the node."""
     open_requests: set[int] = field(default_factory=set[int])
-    """Numbers of the requests whose reservation the report does not contain."""
+    """Attempt numbers of the requests whose reservation the report does not contain."""
     pending_prefills: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
     """Reservations whose prompt has no first token yet, by attempt number."""
     pending_tokens: int = 0
@@ -137,7 +137,7 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
 
     node: NodeId
     name: str
-    """Name of the node."""
+    """Display name of the node."""
     model: str
     """Model to load."""
     leaving: frozenset[str]
@@ -168,7 +168,7 @@ class ReservationLedger:
         self._reservations: dict[int, Reservation] = {}
         self._accounts: dict[NodeId, NodeReservations] = {}
         self.holds: dict[int, tuple[NodeId, int]] = {}
-        """Node and bytes of the hold of each queued request that has one, by its number."""
+        """Node and bytes of the hold of each queued request that has one, by the arrival number of the request."""
         self.turns: dict[NodeId, SwapTurn] = {}
         """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
 
@@ -185,8 +185,8 @@ class ReservationLedger:
     ) -> None:
         """Reserve memory, prefill and decode rows on a node for a request.
 
-        `need` is in bytes, of which `weights` are for a load. `tokens` is the number of prompt tokens to prefill, which
-        take `seconds`. `rows` is the number of decode rows, one for each choice. `seq` is the sequence number of the
+        `need` is in bytes, of which `weights` are for a load. `tokens` is the number of tokens to prefill, which take
+        `seconds`. `rows` is the number of decode rows, one for each choice. `seq` is the sequence number of the
         request; `acknowledge` compares it with `acked_seq` of a report.
 
         Raise `LedgerError` if the request already has a reservation.
@@ -327,11 +327,11 @@ class ReservationLedger:
         return len(self._accounts.get(node, _EMPTY).requests)
 
     def get_reserved_requests(self) -> set[int]:
-        """Return the numbers of the requests that have a reservation."""
+        """Return the attempt numbers of the requests that have a reservation."""
         return set(self._reservations)
 
     def get_holders(self) -> set[int]:
-        """Return the numbers of the queued requests that have a hold."""
+        """Return the arrival numbers of the queued requests that have a hold."""
         return set(self.holds)
 
     @property

@@ -1,9 +1,9 @@
 """Sanitize a node's report: a node's own claim, which may be wrong.
 
 `build_node_view` turns a report into numbers that the placement arithmetic can use: no NaN, no infinity, no negative
-number. A false report never makes a node look roomier than an honest report could. An impossible footprint counts as
-unreadable, and nothing is placed on that node. A model with an impossible size is left out. The node's own gate still
-decides which requests run. Texts are bounded and printable, because people read them in terminals.
+size, count or time. A false report never makes a node look roomier than an honest report could. An impossible footprint
+counts as unreadable, and nothing is placed on that node. A model with an impossible size is left out. The node's own
+gate still decides which requests run. Texts are bounded and printable, because people read them in terminals.
 """
 
 import math

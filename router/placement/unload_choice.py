@@ -1,4 +1,4 @@
-"""Choice of the idle node that unloads models so that it can load another one, and the cost of that. Pure."""
+"""Choice of the idle node that unloads models to load a requested one, and the cost of these unloads. Pure."""
 
 from collections.abc import Mapping
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from wire.report import CacheState
 
 CACHE_SHARE = 0.15
-"""Maximum bytes of all ended chats, as a share of the cap minus the loaded weights."""
+"""Maximum share of the memory that ended chats may use together: of the cap minus the loaded weights."""
 MAX_EVICTIONS_REPORTED = 64
 """Maximum keys of evicted chats in a report."""
 MAX_KEY_BYTES = 32
@@ -42,8 +42,10 @@ class EndedChats:
         return bool(self._chats)
 
     def find(self, session: str, model: str, prompt: int) -> int:
-        """Return the number of cached tokens of a prompt of `prompt` tokens, at most all but one; 0 if none is
-        cached."""
+        """Return the number of cached tokens, at most `prompt` − 1, of a prompt with `prompt` tokens.
+
+        The result is 0 if the chat is not cached for this model, or `session` is empty.
+        """
         chat = self._chats.get(session) if session else None
         return 0 if chat is None or chat.model != model else min(chat.tokens, prompt - 1)
 
@@ -64,7 +66,7 @@ class EndedChats:
             self.nbytes -= chat.size
 
     def evict_oldest(self) -> None:
-        """Evict the oldest chat. There must be one."""
+        """Evict the oldest chat, and record its key for reports. Raise `KeyError` if no chat is cached."""
         session, chat = self._chats.popitem(last=False)
         self.nbytes -= chat.size
         self._evictions += 1

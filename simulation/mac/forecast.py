@@ -52,7 +52,7 @@ class NodeForecast:
         return isinstance(judge(replace(self._memory.read(now), reusable=reusable), need), Fits)
 
     def can_ever_hold(self, turn: ConversationTurn, now: float) -> bool:
-        """Return whether a request with its complete answer would fit on this node without any other load.
+        """Return whether a request with its complete answer would fit on the idle node, without other models or leases.
 
         Return False if the node does not have the model.
         """
@@ -60,8 +60,10 @@ class NodeForecast:
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
 
     def estimate_first_token(self, turn: ConversationTurn, now: float) -> float:
-        """Return the seconds to the first token of a request that arrives now. Raise `KeyError` if the node does not
-        have the model of the request."""
+        """Return the seconds to the first token of a request that arrives now, with the load of its model.
+
+        Memory is not checked (`fits`). Raise `KeyError` if the node does not have the model.
+        """
         model = self._models[turn.model]
         mine = turn.prompt - self._chats.find(turn.session, turn.model, turn.prompt)
         lefts = [request.left * self._costs.get_pace(request.model).each for request in self._queued()]

@@ -21,11 +21,12 @@ MEASURED_BYTES = 3.83e9
 BATCH_COST = 0.15
 """Share of the time of the weights in a decode step that each further row adds."""
 METAL_SHARE = 0.75
-"""Metal's wired limit as a share of memory. That limit is a node's default cap, because no other term is lower."""
+"""Metal's wired limit of a Mac with more than `METAL_SMALL` bytes of memory, as a share of the memory. The limit is the
+default cap of a node, because no other term is lower."""
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""Metal's share for small Macs, and the maximum memory of such a Mac in bytes."""
+"""Metal's wired limit of a Mac with at most `METAL_SMALL` bytes of memory, as a share of the memory."""
 BASE = 700 * 1024**2
-"""Bytes that an engine uses without any model."""
+"""Modelled footprint, in bytes, of an engine without models and chats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class ChipCosts:
     """Costs of the scripted engine on a chip (`node.engine.scripted.costs.EngineCosts`).
 
     `models` are the active parameters in billions and the KV bytes of a token, by model. A decode step reads the
-    KV bytes of all committed tokens, whose number changes only when a commitment grows.
+    KV bytes of all committed tokens: for the same rows, it takes the same time until a commitment grows.
     """
 
     free_prefill = False

@@ -13,7 +13,7 @@ from wire.report import Memory
 class NodeMemory:
     """Memory of a simulated node with `total` bytes of RAM. `now` is in virtual seconds in all methods.
 
-    The engine of the node calls `check` before every forward (`node.engine.scripted.preemption.BatchMemory`).
+    It is the memory of the scripted engine, which calls `check` (`node.engine.scripted.preemption.BatchMemory`).
     """
 
     def __init__(self, total: int, models: NodeModels, chats: EndedChats) -> None:
@@ -120,7 +120,7 @@ class NodeMemory:
         return True
 
     def keep_chat(self, session: str, model: SimulatedModel, tokens: int, now: float) -> None:
-        """Cache an ended chat of `tokens` tokens for its next turn, if there is room. Discard its previous turn.
+        """Discard the previous turn of a chat. Cache its ended turn, of `tokens` tokens with the prompt, if it fits.
 
         The oldest chats are evicted to keep all chats within `CACHE_SHARE`. Do nothing if `session` is empty.
         """

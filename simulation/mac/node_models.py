@@ -30,7 +30,7 @@ class SimulatedModel:
     loaded: bool = False
     """Whether the model is in memory."""
     used: float = 0.0
-    """Time of the last begin or end of a request; 0 before the first."""
+    """Time at which a request for this model was last admitted or ended; 0 before the first."""
     ready_at: float = 0.0
     """Time at which the running load of this model ends; 0 if no load of this model runs."""
     loading: bool = False
@@ -185,7 +185,7 @@ class NodeModels:
         return model
 
     def list_idle(self, keep: SimulatedModel | None) -> list[SimulatedModel]:
-        """Return the models that may be unloaded, least recently used first, without `keep`."""
+        """Return the models other than `keep` that may be unloaded (`idle`), least recently used first."""
         return sorted((one for one in self if one.idle and one is not keep), key=lambda one: one.used)
 
     def sum_loaded_bytes(self) -> int:

@@ -3,8 +3,8 @@
 It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of transients,
 tokenization, requests and model loads; `batches` computes those of decode batches.
 
-The engine's gate, preflight, joins, model loads, video leases and the router's placement all use these functions on the
-same fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
+The engine's gate, preflight, joins, model loads, leases and the router's placement all use these functions on the same
+fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
 `node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
@@ -52,7 +52,7 @@ MIN_PROFILED_MARGIN_SHARE = 0.02
 KV_GROWTH_TOKENS = 64
 """Tokens by which the commitment of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048
-"""Tokens of a row in `compute_max_batch`."""
+"""Tokens of a row in `compute_max_batch`, unless the context length of the model is shorter."""
 MAX_LOGITS_BYTES = 16 * MIB
 """Maximum bytes of logits in the last forward of a prompt. A forward of one token may take more."""
 
@@ -60,9 +60,9 @@ MAX_LOGITS_BYTES = 16 * MIB
 TOKENIZE_BYTES_PER_TOKEN = 320
 """Maximum transient bytes per token during tokenization, and per byte of text, because a byte can be a token."""
 TOKENIZER_LOAD_FACTOR, TOKENIZER_GUIDE_FACTOR = 36, 16
-"""Maximum bytes per byte of a tokenizer's files, to load it and to build its tables for grammars."""
+"""Maximum bytes of memory per byte of a tokenizer's files: to load the tokenizer; to build its grammar tables."""
 TOKENIZER_CODE_BYTES = 2 * MIB
-"""Minimum bytes to load a tokenizer: the code that it imports."""
+"""Bytes that the load of a tokenizer takes for imported code, in addition to `TOKENIZER_LOAD_FACTOR`."""
 TOKENIZE_BYTES_PER_TEXT_BYTE = 8
 """Bytes per byte of text that is rendered but not tokenized: copies of the text."""
 TOKENIZE_SLICE_CHARS = 256 * 1024
@@ -70,7 +70,7 @@ TOKENIZE_SLICE_CHARS = 256 * 1024
 TOKENIZE_SLACK = 1.02
 """Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
 UNCHECKED_TOKENIZE_BYTES = MIB
-"""Bytes up to which tokenization needs no check of the gate; less than every margin."""
+"""Bytes up to which tokenization needs no check of the gate; less than every default margin."""
 MAX_UNCHECKED_TEXT_BYTES = UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN
 """Bytes of text that a loaded tokenizer always tokenizes within `UNCHECKED_TOKENIZE_BYTES`."""
 
@@ -81,9 +81,10 @@ def compute_default_margin(cap: int) -> int:
 
 
 def compute_profiled_margin(cap: int, residual: int) -> int:
-    """Return the margin in bytes if every loaded model has a profile: 1.13 × `residual`, at least 2 % of the cap.
+    """Return the margin in bytes for a node whose loaded models all have a profile, which the caller checks.
 
-    `residual` is the maximum number of bytes by which a measured forward exceeded its estimate and the KV it wrote.
+    The margin is 1.13 × `residual`, and at least 2 % of `cap`, both in bytes. `residual` is the maximum excess of a
+    measured forward pass over its estimate and the KV that it wrote.
     """
     return max(int(residual * RESIDUAL_FACTOR), int(cap * MIN_PROFILED_MARGIN_SHARE))
 
@@ -324,8 +325,8 @@ def estimate_tokenize_bytes(
     """Return the transient bytes to tokenize `text` bytes; 0 if these are at most UNCHECKED_TOKENIZE_BYTES.
 
     `files` is the size of the tokenizer's files in bytes. `loads`: the tokenizer is loaded first. `guides`: its tables
-    for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after
-    about that many tokens.
+    for grammars are built first. Every byte of the text may be one token. `context` is the context length in tokens,
+    soon after which tokenization stops; 0: the whole text is tokenized.
     """
     if not (loads or guides) and text <= MAX_UNCHECKED_TEXT_BYTES:
         return 0  # a shortcut for most prompts
@@ -351,12 +352,12 @@ def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens
 
 
 def compute_most_bytes(memory: Memory) -> int:
-    """Return the maximum bytes of weights, rows and transients on a node: cap − margin − base of the engine."""
+    """Return the bytes that weights, rows and transients may take together: cap − margin − `Memory.base`."""
     return memory.cap - memory.margin - memory.base
 
 
 def compute_most_weights(memory: Memory) -> int:
-    """Return the maximum bytes of a model load on a node: cap − base of the engine (see `judge_load`)."""
+    """Return the bytes that a model load may take at most: cap − `Memory.base`, without the margin (`judge_load`)."""
     return memory.cap - memory.base
 
 
@@ -370,7 +371,7 @@ def estimate_alone_bytes(model: Model, prompt_tokens: int, output_tokens: int, c
 def compute_max_context(memory: Memory, model: Model) -> int:
     """Return the maximum tokens of prompt and answer together on the idle node, at most the model's context length.
 
-    Return 0 if not even one token fits.
+    Return 0 if not even one token fits, or if the context length is unknown (0).
     """
     return _find_largest(
         model.context, lambda tokens: estimate_alone_bytes(model, tokens - 1, 1) <= compute_most_bytes(memory)

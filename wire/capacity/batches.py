@@ -7,7 +7,7 @@ from wire.report import MAX_WASTE_BYTES, BatchGroup, KvParameters
 WASTE_SHARE = 0.25
 """Share of a batch that may be padding if the padding takes more than `KvParameters.waste` bytes."""
 WASTE_CAP_SHARE = 0.01
-"""Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
+"""Share of the cap that the padding of a batch may always take, at most `MAX_WASTE_BYTES`."""
 
 
 def compute_row_bytes(kv: KvParameters, tokens: int) -> int:
@@ -36,7 +36,7 @@ def compute_padded_bytes(group: BatchGroup, kv: KvParameters) -> int:
 def can_join(group: BatchGroup, length: int, kv: KvParameters) -> bool:
     """Return whether a row of `length` tokens may join a batch.
 
-    The padding must stay within 25 % of the batch, or within `kv.waste` bytes.
+    With the row, padding must be at most 25 % of the tokens of the batch, or take at most `kv.waste` bytes.
     """
     total = max(group.longest, length) * (group.rows + 1)
     waste = total - group.tokens - length
@@ -52,8 +52,11 @@ def compute_join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParamete
 
 
 def choose_batch(groups: Sequence[BatchGroup], length: int, kv: KvParameters) -> tuple[BatchGroup | None, int]:
-    """Return the batch to which a new row of `length` tokens adds the fewest bytes (None for a new batch), and these
-    bytes."""
+    """Return the batch of `groups` to which a new row of `length` tokens adds the fewest KV bytes, and these bytes.
+
+    Only batches that the row may join (`can_join`) count. Return None as the batch, and the bytes of a new batch, if
+    there is none.
+    """
     if not groups:
         return None, compute_row_bytes(kv, length)
     best, least = None, 0

@@ -90,7 +90,7 @@ def choose_preemptions(key: WeightedKey, need: int, missing: int, holding: Seque
     """Return the indices in `holding` of the requests to preempt for a waiting request of `key`.
 
     The waiting request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests
-    in order of arrival. The list is empty if fair shares do not allow enough preemptions.
+    in order of arrival. The list is empty if nothing is missing, or fair shares do not allow enough preemptions.
     """
     used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
     for place, request in enumerate(holding):

@@ -37,10 +37,10 @@ class _BatchCosts(Struct, frozen=True, gc=False):
 
 
 class ModelNeeds:
-    """Needs of requests for a model, without its weights.
+    """Memory needs in bytes of requests for one model, without the weights of the model.
 
-    No value of `model.forward` is negative: `router.placement.sanitize_report` drops other models. A step of a batch
-    with one more row therefore takes at least as much as the step without.
+    `router.placement.sanitize_report` leaves out a model with a negative value in `forward`. One more row in a batch
+    therefore never lowers the memory of a decode step.
     """
 
     __slots__ = ("_batches", "_forward", "_highest", "_is_measured", "_kv", "_model")

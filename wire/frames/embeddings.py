@@ -44,7 +44,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     query: Long = ""
     """Query that the documents are scored for; empty for embeddings."""
     max_tokens: Tokens = 0
-    """Maximum tokens of each document, at which a longer document is cut; 0: no cut."""
+    """Maximum tokens of each document, at which a longer document is cut; 0: no maximum besides the context."""
     cache_scope: Word = ""
     """Scope of cached prefixes, as in Generate."""
 
@@ -69,7 +69,8 @@ def split_vectors(request: int, places: Sequence[int], data: bytes) -> Iterator[
     """Yield the frames with the vectors of a request, each with at most MAX_VECTORS_BYTES of data.
 
     `places` are the positions of the texts in the request, from 0. `data` has the numbers of their vectors in this
-    order, in single precision, little endian. There is at least one vector, and none exceeds MAX_VECTORS_BYTES.
+    order, in single precision, little endian. The caller must pass at least one vector, and all vectors with the same
+    length of 1 to MAX_VECTORS_BYTES bytes.
     """
     size = len(data) // len(places)
     most = MAX_VECTORS_BYTES // size

@@ -37,7 +37,7 @@ class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     guard: bool = True
     """Whether requests are refused for lack of memory."""
     leases: Size = 0
-    """Bytes leased to video jobs."""
+    """Bytes leased to a video job or a quantization."""
     number: Number = 0
     """Sequence number, which grows with every frame. `EngineReport.limits_number` has the number in force."""
     margin_auto: bool = False
@@ -123,12 +123,13 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     enforced: Number = 0
     """`poll` of the last ReduceMemory that was applied; 0 before the first."""
     unreturned: Difference = 0
-    """Bytes that stayed allocated after the last model was unloaded."""
+    """Bytes that stayed allocated although no model is loaded any more; 0 within a tolerance, or after the next
+    load."""
     measures: GateMeasures = GateMeasures()
     """Counts of the gate, with which the agent answers `FetchRequest("metrics")`."""
     freed_order: Number = 0
     """Sequence number of the last ReclaimMemory that was applied; 0 before the first."""
     metal_limit: Size = 0
-    """Metal limit: maximum bytes that the Metal device recommends; 0 if unknown."""
+    """Metal limit: the most memory in bytes that the Metal device recommends to use; 0 if unknown."""
     wired: Size = 0
     """Bytes that MLX may keep wired."""

@@ -55,7 +55,8 @@ class ModelOrderCode(StrEnum):
     NAME_TAKEN = "name_taken"
     """The node already has a model with the name of the result."""
     NO_MEMORY = "no_memory"
-    """The order needs more memory than the node can lease now, or used more than its lease."""
+    """The order needs more memory than the node can lease now, or the node ended its process. The causes are memory
+    above the lease, an unreadable footprint, no progress, and a timeout."""
     FAILED = "failed"
     """Any other failure, which the message describes."""
 
@@ -168,8 +169,8 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     """Fault from which the node recovers, such as a lost source; empty without one."""
     from_mirror: bool = False
-    """Whether the files come from a mirror. This is possible for an order to download from the hub, if the order is
-    attached to the download of another pull."""
+    """Whether the download has a mirror or relay among its sources. For an order to download from the hub, this is
+    possible if the order is attached to the download of another pull."""
 
 
 class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):

@@ -145,8 +145,8 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
-    """Divides logits. 1 selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are
-    subtracted."""
+    """Factor for the logits of tokens that occurred: positive logits are divided by it, negative ones multiplied. 1
+    selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are subtracted."""
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
     """Bias by token id."""
     logprobs: bool = False
@@ -173,7 +173,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     created: Natural
     """Unix time in seconds at which the request arrived, for the chat template."""
     expected: Tokens = 256
-    """Output tokens to reserve memory for."""
+    """Output tokens of each choice for which memory is reserved."""
     stream: bool = True
     """Whether a client reads token by token. Without a stream, deltas may be collected for 0.5 s."""
     tools: Long = ""
@@ -209,7 +209,7 @@ class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
     The fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, Refusal or Failed.
-    The model need not be loaded; nothing is computed or reserved.
+    The model need not be loaded, because only its tokenizer runs.
     """
 
     request: Number
@@ -293,7 +293,7 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
     choice: Natural
     """Index of the choice, from 0."""
     ids: Ids
-    """Token ids."""
+    """Ids of the new tokens, in their order."""
     pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
     """Pairs of channel (`Channel`) and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`,
     `name`, `arguments` (JSON text)."""
@@ -347,7 +347,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
-    """Engine or agent → coordinator: the request or command is refused. No token of its answer was sent."""
+    """Engine or agent → coordinator: the request or command is refused. This node has sent no token of its answer."""
 
     request: Number
     refused: Refused

@@ -36,7 +36,10 @@ MAX_RETRANSMIT_MS = 1000
 By default the kernel doubles the interval, and an interruption of 2 s becomes a silence of more than 3 s.
 """
 MAX_UNSENT_BYTES = 32 * 1024 * 1024
-"""Maximum bytes of short frames queued for a peer that does not read."""
+"""Maximum bytes that wait for a peer that does not read: of short frames, and of answers behind a long one.
+
+Above either maximum the connection is aborted.
+"""
 
 
 class Transport(Protocol):

@@ -80,8 +80,9 @@ class _FileTask:
         return span
 
     def hash_next(self) -> bool:
-        """Hash the next piece. Return False if that piece is not there yet. Raise `OSError` if the piece cannot be
-        read.
+        """Hash the next piece and return True; return False if that piece is not on the disk yet, or none is left.
+
+        Raise `OSError` if the piece cannot be read.
         """
         if not self.part.has_piece(self._hashed):
             return False
@@ -115,8 +116,10 @@ class _FileTask:
 
 
 class Transfer:
-    """Download of files into a repository folder, whose lock the caller holds. `stop` ends `run` early. `piece_bytes`
-    is the size of a piece, `connections` the number of parallel ranges."""
+    """Download of files into a repository folder, whose lock the caller must hold. `stop` ends `run` early.
+
+    `piece_bytes` are the bytes of each piece except the last, `connections` the number of parallel ranges.
+    """
 
     def __init__(
         self,
@@ -142,7 +145,7 @@ class Transfer:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the files that are on the disk."""
+        """Bytes of all complete pieces on the disk; discarded content does not count."""
         return sum(task.part.received_bytes for task in self._tasks)
 
     def list_digests(self) -> dict[str, FileDigest]:
@@ -150,8 +153,9 @@ class Transfer:
         return {task.file.etag: task.digest for task in self._tasks if task.digest is not None}
 
     def run(self, report: Callable[[], None]) -> bool:
-        """Download and verify all files; call `report` every `POLL_SECONDS`. Return False if `stop` was set before the
-        end.
+        """Download and verify all files, and call `report` about every `POLL_SECONDS`. Return whether all are verified.
+
+        The result is False only if `stop` was set.
 
         Raise `ModelFileError` if a file cannot be downloaded or verified, `OSError` for faults of the disk. The process
         must end after a False or an error, because threads may still wait for a source.

@@ -16,7 +16,7 @@ _NEEDED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def select_files(files: Sequence[ModelFile]) -> tuple[tuple[ModelFile, ...], tuple[ModelFile, ...]]:
-    """Return the files that serving needs, and the rest, both in the order of `files`."""
+    """Return the files that serving needs, and those that it does not need, both in the order of `files`."""
     has_weights = any(is_weight_file(file.path) for file in files)
     needed = tuple(file for file in files if _is_needed(file.path, has_weights=has_weights))
     return needed, tuple(file for file in files if file not in needed)

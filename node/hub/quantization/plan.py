@@ -37,7 +37,7 @@ DEFAULT_RESERVE = -1
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """Quantization that can begin once its memory is leased."""
+    """Quantization that was found possible, before its memory is leased."""
 
     name: str
     """Name of the result."""
@@ -58,9 +58,10 @@ class QuantizationPlan:
         return self.target.with_name(f"{TEMPORARY}{self.target.name}")
 
     def prepare(self) -> None:
-        """Create the folder of the target, and delete the rest of an earlier quantization.
+        """Create the parent folders of the target, and delete an incomplete result of an earlier quantization.
 
-        Raise `OSError` on failure."""
+        Raise `OSError` on failure.
+        """
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if self.temporary.exists():
             shutil.rmtree(self.temporary)

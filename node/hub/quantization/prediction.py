@@ -19,7 +19,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_WEIGHTS = 64
 """Weights that share a scale and a bias."""
 SHARD_BYTES = GIB
-"""Bytes of weights in one file of the result."""
+"""Bytes of quantized weights after which the child writes a file of the result."""
 BASE_BYTES = 384 * MIB
 """Memory of the process without weights. 81 MiB were measured on Linux; Metal's libraries and buffers are added."""
 LAYER_FACTOR = 3

@@ -93,12 +93,14 @@ class Quantizer:
         self._lessor.on_engine_change()
 
     def pause(self, why: str) -> None:
-        """Refuse new quantizations because of `why`, and cancel the one that waits for its lease; an empty text ends
-        the pause. A running process continues."""
+        """Refuse new quantizations because of `why`, and let a running process continue. An empty `why` ends the pause.
+
+        A quantization that waits for its lease meanwhile ends as cancelled instead of starting its process.
+        """
         self._paused = why
 
     def end(self, why: str) -> None:
-        """Cancel the running quantization, if there is one, and refuse new ones because of `why`."""
+        """Cancel the running process, if there is one, and `pause` because of `why`."""
         self._paused = why
         if self._child is not None:
             self._child.cancel()

@@ -12,8 +12,8 @@ log = structlog.get_logger("node.hub.serving.addresses")
 def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ...]:
     """Return the addresses for a mirror, given the address of this machine on the link to the coordinator.
 
-    Other nodes reach the coordinator's network, so that the address of the link is enough. If the coordinator runs on
-    this machine, the link uses the loopback interface, and the addresses that other machines can reach are added.
+    That address is enough: other nodes are assumed to reach the network of the coordinator. A coordinator on this
+    machine has a loopback address; then all addresses that other machines can reach are added.
     `own` are the addresses of all interfaces; None: read them. Return an empty tuple if `linked` is empty. Raise
     `ValueError` if an address is invalid.
     """

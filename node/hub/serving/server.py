@@ -27,9 +27,9 @@ from node.hub.serving.served_repository import ServedFile, ServedRepository
 from wire.models.files import ModelFile
 
 READ_BYTES = 2 * 1024 * 1024
-"""Bytes that a thread reads at once, while the bytes before them are sent. A change of threads takes 0.2 ms."""
+"""Maximum bytes that a thread reads at once, while the bytes before them are sent. A change of threads takes 0.2 ms."""
 SEND_BYTES = 1024 * 1024
-"""Bytes that are encrypted at once. Other connections take their turn between two parts."""
+"""Maximum bytes that are encrypted at once. Other connections take their turn between two parts."""
 READ_THREADS = 4
 POLL_SECONDS = 0.05
 """Seconds between two checks for bytes of a file that is still being downloaded."""

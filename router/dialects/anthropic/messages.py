@@ -39,7 +39,7 @@ ResultBlock = TextBlock | DocumentBlock | SearchResultBlock | ForeignPart
 MAX_INPUT_BYTES = 1024 * 1024
 """Maximum size of the `input` of one tool call, in bytes of its JSON."""
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""Prefix of the first line in the system prompt of Claude Code, which is removed.
+"""Prefix of a line that Claude Code puts before its system prompt. The whole line is removed.
 
 The line is for Anthropic's billing and has a checksum that differs in each request. With this line, no request would
 find the system prompt in the prefix cache.

@@ -22,7 +22,7 @@ from router.errors import Problem, build_invalid
 from wire.frames import Finished, GenerationParams
 
 DEFAULT_ANSWER_TOKENS = 16
-"""Tokens of an answer without `max_tokens`: OpenAI's default, on which its clients rely."""
+"""Maximum tokens of an answer if the body sets no limit: OpenAI's default, on which its clients rely."""
 
 Prompt = str | tuple[int, ...]
 
@@ -42,7 +42,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     set_penalties: frozenset[str] = frozenset()
     """Names of the penalties that the body sets, also to their defaults."""
     default_limit: bool = False
-    """Whether the body has no `max_tokens`, so that `params` has `DEFAULT_ANSWER_TOKENS`."""
+    """Whether the body sets no limit of the answer, so that `params` has `DEFAULT_ANSWER_TOKENS`."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""

@@ -18,7 +18,7 @@ from wire.report import Model
 
 OWNER = "macpool"
 ALIAS_OWNER = "macpool-alias"
-"""Owner of an alias in the list of models."""
+"""Value of `owned_by` for an alias in the list of models; a model has `OWNER`."""
 _ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
 _PARAMETERS = {
     ModelKind.EMBED: ("dimensions", "encoding_format", "truncate", "prompt_name"),

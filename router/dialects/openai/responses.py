@@ -117,7 +117,7 @@ class ResponsesRoute:
         return _build_unknown(name) if stored is None else stored.body
 
     def delete(self, key: str, name: str) -> bytes | Problem:
-        """Delete a stored answer of an API key. Return the confirmation as JSON, or a 404 problem."""
+        """Delete a stored answer of an API key and its items. Return the confirmation as JSON, or a 404 problem."""
         self.items.drop(key, name)
         if not self.store.drop(key, name):
             return _build_unknown(name)

@@ -55,7 +55,7 @@ class KeyResponses(msgspec.Struct):
     nbytes: int = 0
 
     def put(self, name: str, response: StoredResponse) -> None:
-        """Store an answer under a new id."""
+        """Store an answer under the id `name`, which must not be in `entries`."""
         self.entries[name] = response
         self.nbytes += response.nbytes
 

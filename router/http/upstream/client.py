@@ -53,7 +53,7 @@ class UpstreamError(Exception):
         self.retry_after = retry_after
         """Retry-After in seconds; None without one."""
         self.is_fault = is_fault
-        """Whether this counts as a fault of the upstream, which pauses it."""
+        """Whether the circuit breaker of the upstream counts this as a fault."""
 
 
 class KeyFileError(Exception):
@@ -151,7 +151,8 @@ class UpstreamClient:
         """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
 
         `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for any other status
-        or type, for a compressed answer, and for every failure of the connection.
+        or type, for a compressed answer, and for every failure of the connection. At the end of the block, wait at most
+        `REST_SECONDS` for bytes that were not read.
         """
         settings = self.settings
         idle = settings.idle_seconds if stream else settings.total_seconds

@@ -1,7 +1,7 @@
 """Server-sent events of an upstream: parser with bounds, and the edits of one event. Does no I/O.
 
-Bytes of an upstream are not trusted. A line or an event without end, an event that is no JSON object, and an event with
-an error end the stream.
+Bytes of an upstream are not trusted. A line or event above `MAX_EVENT_BYTES` raises `UpstreamStreamError`. Data other
+than `DONE` that is no JSON object, an error, or an answer without a list of choices also raises it.
 """
 
 from typing import Annotated, Any, cast
