@@ -54,6 +54,7 @@ class MemberAuthentication:
         invalid request, `KeyError` for an unknown node, and `StoreError` after a failed write.
         """
         row = self.store.members[node]
+        self.store.raise_failure()
         certificate = self.authority.sign_request(csr, node, row.name)
         self.store.members.put(replace(row, serial=read_certificate(certificate).serial))
         return certificate

@@ -300,6 +300,7 @@ class EnrollmentConnection:
 
     def _admit_node(self, frame: Enroll, means: str) -> list[Frame]:
         cluster, store = self._cluster, self._cluster.store
+        store.raise_failure()
         now = cluster.clock()
         before = _find_member_on(frame.machine, store.members.values())
         taken = [row.name for row in store.members.values() if row.removed is None and row is not before]

@@ -149,6 +149,7 @@ class JoinTokens:
         """
         answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:
+            self._store.raise_failure()
             row = self._store.tokens[token_id]
             self._store.tokens.put(replace(row, uses_left=row.uses_left - 1))
             log.info("token redeemed", token=token_id, uses_left=row.uses_left - 1)

@@ -1,4 +1,6 @@
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from coordinator.joining.rate_limit import RateLimit
 from coordinator.models.wishes import Wish
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request, prove_identity, store_identity
 from tests.support.cluster.enrolment import HARDWARE, Wall
@@ -283,6 +286,41 @@ def test_enrollment_of_a_known_machine_keeps_its_administration(cluster: Enrollm
     assert not cluster.store.deny_list.is_denied(row.node, after.serial)
     assert [act.action for act in cluster.store.audit] == ["joined", "replaced", "joined"]
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
+
+
+async def test_enrollment_changes_nothing_while_the_disk_takes_no_change(
+    cluster: EnrollmentContext, tmp_path: Path
+) -> None:
+    first = talk(cluster)
+    first.process_frame(START, 0.0)
+    first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)
+    store, again, csr, token = (
+        cluster.store,
+        talk(cluster),
+        new_request("studio").csr,
+        cluster.tokens.create(replaces=True),
+    )
+    approved, code = pending(cluster)
+    cluster.approvals.approve(code, 1.0)
+    await store.flush()
+    with closing(sqlite3.connect(tmp_path / "cluster.db")) as other:
+        other.execute("ALTER TABLE audit RENAME TO away")
+    store.audit.add(1.0, "person", "create keys", "laptop")
+    with pytest.raises(StoreError):
+        await store.flush()
+    members, unwritten = dict(store.members), store.count_unwritten()
+    again.process_frame(START, 0.0)
+    request = Enroll(csr, "renamed", "m1", HARDWARE, token.id, compute_request_mac(derive_token_key(token.secret), csr))
+    with pytest.raises(StoreError):
+        again.process_frame(request, 0.0)
+    with pytest.raises(StoreError):
+        approved.poll(1.0)
+    (row,) = members.values()
+    assert (dict(store.members), store.count_unwritten()) == (members, unwritten)
+    assert not store.deny_list.is_denied(row.node, row.serial)
+    assert store.tokens[token.id].uses_left == 1, "the token works once the disk has room"
+    with closing(sqlite3.connect(tmp_path / "cluster.db")) as other:
+        other.execute("ALTER TABLE away RENAME TO audit")
 
 
 def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: EnrollmentContext) -> None:
