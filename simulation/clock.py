@@ -7,6 +7,7 @@ fire in heap order, which is the same in every run.
 import asyncio
 import selectors
 from collections.abc import Callable
+from typing import Any
 
 
 class Deadlock(RuntimeError):
@@ -30,7 +31,7 @@ class _Leap(selectors.SelectSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Event loop whose clock is virtual: the clock starts at 0 s, and jumps to the next timer instead of a wait.
 
-    A run of the loop raises Deadlock when no event is scheduled.
+    A run of the loop raises Deadlock when no event is scheduled, and the exception of a callback.
     """
 
     def __init__(self) -> None:
@@ -40,6 +41,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Return the virtual time in seconds."""
         return self._seconds
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Raise the exception of a callback, which asyncio would only log: the results of the run would be wrong."""
+        if isinstance(context.get("exception"), Exception):
+            raise context["exception"]
+        super().call_exception_handler(context)
 
     def _forward(self, seconds: float) -> None:
         if seconds > 0:

@@ -275,13 +275,18 @@ class SimulatedPool:
             given = machine.change_lease(size)
             self.log.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
             if given:
-                self.loop.call_later(event.seconds, machine.change_lease, -size)
+                self.loop.call_later(event.seconds, self._end_lease, node, machine, size)
         elif event.does == "silent":
             self._links.hold_frames(node)
             self.loop.call_later(event.seconds, self._end_silence, node)
         else:
             self._crash_node(node, machine)
             self.loop.call_later(event.seconds, self._restart_node, node)
+
+    def _end_lease(self, node: NodeId, machine: SimulatedNode, size: int) -> None:
+        """End a lease, unless a crash of the node has ended it before."""
+        if self.machines.get(node) is machine:
+            machine.change_lease(-size)
 
     def _crash_node(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()

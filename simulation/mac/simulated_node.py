@@ -287,7 +287,7 @@ class SimulatedNode:
         return granted
 
     def stop(self) -> None:
-        """Cancel the timer of the next event, because the node stops. A later frame or lease would start it again."""
+        """Cancel the timer of the next event, because the node stops. A later frame would start it again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

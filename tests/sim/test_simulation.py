@@ -302,6 +302,14 @@ def test_a_lease_is_refused_where_it_would_not_fit():
     assert any("mini-1 refuses a lease of 15GiB" in line for line in log)
 
 
+@pytest.mark.parametrize("policy", ["round-robin", "clairvoyant", "balanced"])
+def test_a_lease_ends_with_the_crash_of_its_mac(policy: str):
+    events = '\n[[events]]\nat = 5\nnode = "mini-1"\ndoes = "lease"\nsize = "1GiB"\nseconds = 20\n'
+    events += '\n[[events]]\nat = 15\nnode = "mini-1"\ndoes = "dies"\nseconds = 5\n'
+    figures, _ = run_scenario(read_scenario(EQUALS + events), policy, 1, NOWHERE)
+    assert figures.served + figures.failed + figures.refused == figures.requests
+
+
 def test_lost_reports_cost_time_but_nothing_else():
     figures, _ = played(EQUALS.replace("seconds = 40", "seconds = 40\nreport_loss = 0.3"))
     assert figures.served == figures.fit

@@ -32,3 +32,14 @@ def test_a_loop_that_can_never_end_is_a_deadlock():
         task.cancel()
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
+
+
+def test_a_run_raises_the_exception_of_a_callback():
+    loop = VirtualLoop()
+    loop.call_later(1.0, {}.pop, "missing")
+    with pytest.raises(KeyError, match="missing"):
+        loop.run_until_complete(asyncio.sleep(5.0))
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
