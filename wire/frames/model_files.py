@@ -55,8 +55,7 @@ class ModelOrderCode(StrEnum):
     NAME_TAKEN = "name_taken"
     """The node already has a model with the name of the result."""
     NO_MEMORY = "no_memory"
-    """The order needs more memory than the node can lease now, or the node ended its process. The causes are memory
-    above the lease, an unreadable footprint, no progress, and a timeout."""
+    """The order needs more memory than the node can lease now, or its process exceeded the lease."""
     FAILED = "failed"
     """Any other failure, which the message describes."""
 

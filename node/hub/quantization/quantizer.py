@@ -38,6 +38,7 @@ from wire.frames import QuantizeModel
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.refusals import Refused
 from wire.units import show_size
+from wire.video import LeaseEndCode
 
 CONVERTER = "node.engine.conversion.quantizer"
 POLL_INTERVAL_SECONDS = 0.2
@@ -236,7 +237,10 @@ class Quantizer:
         peak = self._watchdog.peak
         log.info("quantized", model=self._model, code=end.code, lease=show_size(plan.cost.memory), peak=show_size(peak))
         if watch.done() and not watch.cancelled():
-            return replace(build_end(ModelOrderCode.NO_MEMORY, watch.result()), peak=peak)
+            reason = watch.result()
+            is_memory = reason.code == LeaseEndCode.MEMORY_LEASE_EXCEEDED
+            code = ModelOrderCode.NO_MEMORY if is_memory else ModelOrderCode.FAILED
+            return replace(build_end(code, f"the quantization was ended: {reason.message}"), peak=peak)
         if end.code == ModelOrderCode.CANCELLED and self._paused:
             return self._build_pause_end()
         return replace(end, peak=peak)
@@ -244,14 +248,14 @@ class Quantizer:
     def _build_pause_end(self) -> ChildEnd:
         return build_end(ModelOrderCode.CANCELLED, f"this node stopped sharing: {self._paused}")
 
-    async def _watch(self, child: OrderChild, lease: int) -> str:
+    async def _watch(self, child: OrderChild, lease: int) -> EndWorker:
         """Kill the child when it exceeds its bounds, and return the reason."""
         bounds = WorkerBounds(lease, STALL_TIMEOUT_SECONDS, TIMEOUT_SECONDS)
         try:
             while True:
                 end = self._check(child, bounds)
                 if end is not None:
-                    return f"the quantization was ended: {end.message}"
+                    return end
                 await asyncio.sleep(POLL_INTERVAL_SECONDS)
         finally:
             child.kill()

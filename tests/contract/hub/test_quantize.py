@@ -197,6 +197,18 @@ async def test_a_quantization_that_exceeds_its_lease_is_ended(
     await wait_leases(line, held=False)
 
 
+async def test_a_quantization_without_progress_fails_and_is_no_lack_of_memory(
+    node: ModelNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.hub.quantization.quantizer.STALL_TIMEOUT_SECONDS", 0.0)
+    line = await node.start()
+    await wait_ready(line)
+    line.send(ORDER)
+    end, _ = await wait_end(line, 5)
+    assert (end.code, end.message) == (ModelOrderCode.FAILED, "the quantization was ended: no progress for 0 s")
+    await wait_leases(line, held=False)
+
+
 async def test_a_lease_that_never_fits_is_refused_with_the_numbers(node: ModelNode, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.hub.quantization.prediction.BASE_BYTES", 100 * GIB)
     line = await node.start()
