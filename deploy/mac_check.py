@@ -111,7 +111,7 @@ def run_entry(entry: Entry, *, is_named: bool = False) -> Outcome:
 
 
 def render_report(outcomes: list[tuple[Entry, Outcome]]) -> str:
-    """Return outcomes as a Markdown page, with their texts unchanged: that of `local-name` has the name of this Mac."""
+    """Return outcomes as a Markdown page, with their texts unchanged."""
     memory = next((outcome.text for entry, outcome in outcomes if entry.id == "total-memory"), "")
     lines = [
         "# Mac check",

@@ -93,11 +93,12 @@ def _check_livez(printed: str) -> Outcome:
     try:
         own = run_tool("/usr/sbin/scutil", "--get", "LocalHostName").strip()
     except ToolError as error:
-        own = f"unknown ({error})"
-    says = f"printed {found[2]}.local, this Mac's name is {own}.local"
+        return create_outcome(good=False, text=str(error))
+    is_own = found[2].casefold() == own.casefold()
+    says = f"printed {'the' if is_own else 'another name than the'} LocalHostName"  # reports contain no name
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(found[1] + "/livez", timeout=10) as answer:
-            return create_outcome(answer.status == 200, f"{says}, /livez answers {answer.status}")
+            return create_outcome(is_own and answer.status == 200, f"{says}, /livez answers {answer.status}")
     except (OSError, urllib.error.URLError) as error:
         return create_outcome(good=False, text=f"{says}: {error}")

@@ -44,7 +44,10 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         float, Meta(gt=0, description="Maximum time from the lease to the start of the worker.")
     ] = 90.0
     queue_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Maximum wait of the first queued job for memory while no other job runs.")
+        float,
+        Meta(
+            gt=0, description="Maximum wait of the first queued job for memory, unless it waits only for other videos."
+        ),
     ] = 3600.0
     keep_hours: Annotated[float, Meta(gt=0, description="Hours for which a clip is kept.")] = 24.0
     keep_count: Annotated[int, Meta(ge=1, description="Maximum clips that are kept. The oldest is deleted first.")] = 50

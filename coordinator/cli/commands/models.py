@@ -261,7 +261,7 @@ def _print_profile(answer: dict[str, Any]) -> None:
     type=click.IntRange(1),
     default=10,
     show_default=True,
-    help="Eviction cost. Replicas are unloaded only for a wish with a higher cost.",
+    help="Eviction cost. Another wish unloads these replicas only if its cost is higher.",
 )
 @click.option("--on-first-request", is_flag=True, help="Load only after the first request since the pool started.")
 @session_options
