@@ -35,9 +35,14 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
 class HttpSettings(Section, frozen=True, kw_only=True):
     """Section `http`: settings of the endpoint for clients."""
 
-    drain_seconds: Annotated[float, Meta(ge=0, description="Maximum wait at shutdown for running requests to end.")] = (
-        20.0
-    )
+    drain_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Maximum wait at shutdown for running requests to end. A service is killed 45 s after its stop "
+            "signal.",
+        ),
+    ] = 20.0
     tls: Annotated[
         Literal["auto", "on", "off"],
         Meta(
