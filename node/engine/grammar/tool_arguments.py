@@ -100,9 +100,9 @@ class Argument:
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
     def find_text_constraints(self, *, nullable: bool) -> TextArgument | None:
-        """Return the constraints of this argument as unquoted text; None if it is JSON. `nullable`: the parser reads
-        the word null as null.
+        """Return the constraints of this argument if it is written as unquoted text; None if it is written as JSON.
 
+        `nullable`: whether the parser reads the word null as null. If not, an argument that may be null is JSON.
         Raise `UnsupportedSchema` if the references of its schema are circular or too deep.
         """
         found = _find_text_constraints(_resolve_reference(self.schema))

@@ -91,8 +91,8 @@ class CachedPrefix(Generic[V]):
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
     system prompt and for a shared beginning of texts. Reports name the hash after the eviction of its last entry."""
     snapshot: bool = False
-    """Whether the cache was copied within a prefill (`rules.snapshots`) or is that of a shared system prompt. A prompt
-    that uses all of such an entry copies it, and leaves it in the prefix cache."""
+    """Whether the cache was copied within a prefill (`rules.snapshots`) or is that of a shared system prompt. A prefill
+    that uses all of such an entry copies the cache, and leaves the entry in the prefix cache."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None

@@ -15,7 +15,8 @@ KNOBS = (
     "engine.mlx.max_context, raise memory.cap, set a smaller memory.margin, or take a variant of the model with a "
     "smaller quantization"
 )
-"""Settings that let a longer row pass."""
+"""Advice at the end of a failed profile's diagnosis: the settings to change so that a longer row passes the memory
+check."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class BlockIndex:
         self._nbytes += nbytes
 
     def list_models(self) -> dict[str, FolderSize]:
-        """Return the files and bytes of each model that has files, by its fingerprint."""
+        """Return the number and total bytes of the files of each model that has files, by the model's fingerprint."""
         with self._lock:
             return {model: FolderSize(*size) for model, size in self._models.items() if size[0]}
 

@@ -78,9 +78,11 @@ def choose_victim(live: Sequence[R]) -> R | None:
 
 
 def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> bool:
-    """Return whether a request without room is preempted; else it ends.
+    """Return whether to preempt a request that has no room; False: end it. The rule is "Outcome" in the module's
+    docstring.
 
-    `unreadable`: the memory cannot be read now. `others`: another request or a recent peak may still free memory.
+    The request must have delivered tokens, and `unreadable` or `others` must be True. `unreadable`: the memory cannot
+    be read now. `others`: another request or a recent peak may still free memory.
     """
     return request.delivered and (unreadable or others)
 
