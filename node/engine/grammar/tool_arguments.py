@@ -1,7 +1,7 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
-Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`render_parser_tools`), and therefore reads each value as it was generated:
+Such formats have two kinds of values: unquoted text up to a mark such as `</parameter>`, and JSON. The kind of an
+argument follows from its schema. The parser gets the same kinds (`render_parser_tools`):
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes

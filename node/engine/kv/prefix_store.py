@@ -3,8 +3,9 @@
     stored:    ids of prompt and answer  →  the row's cache, of exactly these ids
     looked up: a prompt  →  its longest prefix that some stored sequence shares
 
-If caches can be cut (keys and values of every token), any shared prefix is usable. States of hybrids and rotated
-windows cannot be cut. For those, only a stored sequence that is *wholly* a prefix of the prompt is usable.
+If caches can be cut (keys and values of every token), any shared prefix is usable. Sliding windows can be cut to the
+lengths for which their history is stored (`window_history`, `CachedPrefix.cuts`). States of hybrids cannot be cut: only
+a stored sequence that is *wholly* a prefix of the prompt is usable.
 
 At least one token of a prompt is always computed, because no logits are stored.
 

@@ -4,8 +4,8 @@ Only `GatedForwards` asks the gate about forwards of requests, and runs them in 
 about its own forwards (`node.engine.models.memory_probe`). Checks, forwards and steps are counted: a test can verify
 from outside that no forward ran.
 
-The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
-reason: macOS unwires Metal memory that is not used, and may have paged it out.
+Metal memory that is not used is unwired by macOS, and may be paged out. The first call for a model after its load or
+after a pause may therefore have to read all weights again. Its expected seconds include this time.
 """
 
 import sys
