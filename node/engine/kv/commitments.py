@@ -1,7 +1,8 @@
 """Commitments: KV memory of admitted rows, which their caches store already or which is reserved for them.
 
-The rows of one decode batch are a group. A batch is padded: its KV is rows × longest row. From its admission, a row
-counts with its *committed* tokens: its prompt and its expected answer. The sum over all groups is
+The rows of one decode batch are a group, those still in prefill included. A batch is padded: its KV is rows × longest
+row. From its admission, a row counts with its *committed* tokens: its prompt and its expected answer. The sum over all
+groups is
 
     stored + reserved = Σ rows × bytes of the longest committed row
 

@@ -173,8 +173,8 @@ class PrefixStore(Protocol[V]):
 
 
 class PrefixCache(Generic[V]):
-    """Store of token sequences of all models, in RAM. Values are opaque; an entry counts with the bytes that its
-    `nbytes` has at `store`."""
+    """Store of token sequences of all models, in RAM. Values are opaque: the bytes of an entry are its `nbytes`, which
+    must not change while it is stored."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}

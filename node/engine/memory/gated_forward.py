@@ -46,8 +46,8 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `recorder` records each call where the record outlives a crash. `memory` reads the memory and has the gate.
-    `peak_tracker` measures MLX's peak.
+    `recorder` records each call in memory that outlives a crash of the process. `memory` reads the memory and has the
+    gate. `peak_tracker` measures MLX's peak.
     `free_memory(site, bytes)` frees memory and returns whether that was enough. `give_up_load(why)` aborts a load in
     progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
     `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.

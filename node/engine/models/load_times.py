@@ -2,8 +2,8 @@
 
 A load reads the weights, compiles kernels in its warm-up, and measures a profile if none is stored. Each part is
 measured and stored with the profiles, because the router places requests by these seconds. The weights of a small model
-are read in less time than its kernels compile (`ASSUMED_WARMUP_SECONDS`). The seconds of a model exclude the profile,
-because it is measured only once.
+may be read in less time than its kernels compile (`ASSUMED_WARMUP_SECONDS`). The seconds of a model exclude the
+profile, because it is measured only once.
 """
 
 import os

@@ -1,9 +1,12 @@
 """Engine process: `python -m node.engine.process.main --socket FD`, started only by `node.engine_process`.
 
-The main thread reads the socket, answers pings, tokenizes short prompts and watches for the socket's end. One thread
-owns the engine, one tokenizes prompts, and one tokenizes long texts. One writes frames for which the socket had no
-room. One waits for SIGTERM, because Python runs no signal handler while the main thread is in native code. The settings
-come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Frames as on the link follow.
+The main thread, called the I/O thread, reads the socket, answers pings and tokenizes short prompts. The inference
+thread owns the engine. Two prompt threads tokenize all other prompts, one of them only long texts. One thread writes
+frames for which the socket had no room. One waits for SIGTERM, because Python runs no signal handler while the main
+thread is in native code.
+
+The settings come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Then follow
+frames, encoded as on the link (`wire.codec`).
 
 The process shuts down gracefully on SIGTERM, on a `StopEngine`, and when its socket closes. A closed socket means that
 the agent crashed or was killed: macOS has no signal for a parent's death. If a process with a large wired model is
@@ -143,7 +146,7 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class ProcessExit:
-    """Orderly end of this process, which any thread may request. Only the inference thread releases the engine's
+    """Graceful shutdown of this process, which any thread may request. Only the inference thread releases the engine's
     memory."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:

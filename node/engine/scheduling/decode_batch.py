@@ -52,7 +52,7 @@ K = TypeVar("K")
 
 
 class RowSampler:
-    """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
+    """Wrapper of a row's sampler and logits processors, which confines their exceptions to the row.
 
     A decode batch calls the wrappers `self.sampler` and `self.processors`; `choose_greedily` is not wrapped.
     `self.error` is the first exception, None before. After an exception, the row's tokens are chosen greedily and its

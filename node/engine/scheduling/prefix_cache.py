@@ -67,7 +67,7 @@ from wire.report import CacheState
 
 
 class TrimModes:
-    """Trim modes of the loaded models, each found once, from an empty cache of the model."""
+    """Trim modes (`CacheTrimMode`) of the loaded models, each found once from an empty cache of the model."""
 
     def __init__(self) -> None:
         self._modes: dict[str, CacheTrimMode] = {}
