@@ -4,7 +4,7 @@
                  └ the load fails: Refusal      └ memory is needed for requests: Refusal └ no length passes: Refusal
 
 The forwards of a sweep use only free memory: the gate runs before each of them, and no cache is evicted. Only the check
-of the longest row at the end may evict caches. It is left out if a request uses the model or another model is loaded.
+of the longest row at the end may evict caches. No such check runs if a request uses the model or another is loaded.
 The row of a sweep is released before any request is refused for memory.
 """
 

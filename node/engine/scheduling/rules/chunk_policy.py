@@ -11,8 +11,8 @@ starves. If an API key has many prompts, the choice by age is also fair between 
   other engines.
 - Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
   (`packed_prefill`). Longer forwards save little more, and the first prompt would wait for all. While rows decode, one
-  packed forward merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows
-  decode.
+  packed forward merges the gaps that the prompts would have caused. The forward is shorter if fewer prompts wait than
+  rows decode (`compute_shared_budget`).
 """
 
 import math
