@@ -1,13 +1,13 @@
-"""Text engine, the engine kind `mlx`: the shell that passes frames to its parts and drives their steps.
+"""Text engine, the engine kind `mlx`: passes frames to its parts and runs their steps.
 
 - Requests: `request_admission` admits them by the rules of `admission`. The `scheduler` runs the rows of chats;
   `embeddings` runs requests for vectors or scores.
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
-- Reports: `model_describer`, by `model_report`.
+- Reports: `model_describer` describes the models, with the functions of `model_report`.
 
-`build` composes the parts. One iteration (`step`): a decode step of every batch, one piece of a load, one prefill
-forward or part of a forward for embeddings. Each request ends in exactly one `Finished`, `Refusal` or `Failed`. A
-cancelled request gets no further frame.
+`build` composes the parts. One iteration (`step`) is a decode step of every batch, one piece of a load, and one prefill
+forward or turn of embeddings. Last comes one forward of a sweep. Each request ends in exactly one `Finished`, `Refusal`
+or `Failed`; a cancelled request gets no further frame.
 """
 
 import time

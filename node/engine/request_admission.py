@@ -6,7 +6,7 @@
                                                                    └ its model is not loaded: waits for the load
 
 The rules are in `admission`. Every request that arrives is admitted or refused, here or at the end of the load of its
-model. Ignored are requests that are known already or were cancelled before.
+model. Requests that are known already, or were cancelled before their arrival, are ignored.
 """
 
 import os

@@ -75,8 +75,10 @@ class MemoryLessor:
         return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
 
     async def make_room(self, size: int) -> None:
-        """Order the engine to make room for `size` bytes: evict cached prefixes, unload idle models, and abort a load
-        for which no request waits.
+        """Order the engine to make room for `size` bytes.
+
+        The engine frees spare memory, cached prefixes and idle models, and aborts a load for which no request waits. If
+        all of these together would not suffice, it frees only MLX's free buffers.
 
         Return when the engine has answered, at the latest after `CONFIRM_TIMEOUT_SECONDS`, also if less was freed.
         """

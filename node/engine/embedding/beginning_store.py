@@ -11,8 +11,8 @@ Rules
 - Memory: A copy is made only if it fits now. The arrays of a request are its own and count against its reservation. An
   entry counts as cached. Without room the beginning is computed, or not stored.
 - Scopes: A request finds beginnings of its own scope, as in the prefix cache of chats.
-- Faults: After a fault none of the model's entries is used again, because the fault may be in an entry.
-- Disk: The disk cache has none of them, because they are short.
+- Faults: After a fault, all entries of the model in memory are evicted, because the fault may be in an entry.
+- Disk: Shared beginnings are not written to the disk cache, because they are short.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
-"""Forwards for embeddings in progress: built whole, and evaluated in parts by layers.
+"""Forwards for embeddings: each is built as a whole, and evaluated in parts, some layers at a time.
 
 A forward over one short text already takes a good part of a decode step, because it reads all weights. While rows
-decode, a step follows each part. A forward may therefore have many texts, and the gaps between tokens stay short.
+decode, a decode step follows each part. A forward may therefore have many texts, and the gaps between the tokens of
+these rows stay short.
 """
 
 from abc import ABC, abstractmethod

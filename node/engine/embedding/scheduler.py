@@ -15,7 +15,7 @@ Rules
   longer.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
   stored for later requests (`beginning_store`).
-- Faults: a shared forward that raises has no known culprit. Its requests then run alone, and the faulty one fails.
+- Faults: if a forward over several requests raises, each of them runs alone from then on, and the faulty one fails.
 """
 
 import time

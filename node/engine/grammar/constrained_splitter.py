@@ -1,8 +1,8 @@
 """Splitter for text under a grammar: reasoning first, then ordinary text and tool calls.
 
-`FormatCutter` replaces mlx-lm's state machine in the text pipeline of constrained answers. That machine finds markers
-everywhere, also within JSON strings, where they are ordinary text. Here reasoning can only precede all other text. In
-formats with quotes, a call can end only outside of JSON's quotes.
+`FormatCutter` replaces mlx-lm's state machine in the text pipeline of constrained answers, except those in Harmony.
+That machine finds markers everywhere, also within JSON strings, where they are ordinary text. Here reasoning can only
+precede all other text. In formats with quotes, a call can end only outside of JSON's quotes.
 
     start (`ReasoningStart.OPEN`) ─► REASONING        start (`MAY`) ──think start──► REASONING, otherwise NORMAL
     REASONING ──think end──► NORMAL                   NORMAL ──call start──► TOOL ──call end──► NORMAL

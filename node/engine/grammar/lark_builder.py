@@ -1,8 +1,8 @@
 """Builder of a Lark grammar for a request's calls: rules and terminals, with the JSON schemas that they use.
 
-A terminal is one lexeme, and llguidance takes the longest. Text that ends with a mark is therefore one lexeme together
-with the mark, if the mark is text as well. The text cannot contain the mark. If the mark is a token of the model's own,
-no text can be mistaken for it.
+A mark ends an unquoted value, such as `</parameter>`. llguidance matches a terminal as one lexeme, and takes the
+longest match. If a mark is ordinary text, value and mark are therefore one terminal, and the value cannot contain the
+mark. If the mark is a special token of the model, it follows the terminal of the value: no text can be mistaken for it.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Sandbox of grammar compilation: check in a separate process whether a grammar can be compiled.
 
-The process is started at the first check, and again after a grammar has killed it; it ends with this process. Its CPU
-time is limited by a timer, not by elapsed time: a busy Mac refuses no grammar that an idle one accepts. Elapsed time
-decides only if the process gets no CPU at all.
+The separate process starts at the first check, and again after it has ended during a check. It ends with this process.
+Its CPU time is limited, not its elapsed time, because a busy Mac must accept the same grammars as an idle one. The
+limit of elapsed time (`TIMEOUT_SECONDS`) is for a process that gets hardly any CPU time.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
-Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`render_parser_tools`), and therefore reads each value as it was generated:
+Such formats have two kinds of values: unquoted text up to a mark such as `</parameter>`, and JSON. The kind of an
+argument follows from its schema. The parser gets the same kinds (`render_parser_tools`):
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes
@@ -100,9 +100,9 @@ class Argument:
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
     def find_text_constraints(self, *, nullable: bool) -> TextArgument | None:
-        """Return the constraints of this argument as unquoted text; None if it is JSON. `nullable`: the parser reads
-        the word null as null.
+        """Return the constraints of this argument if it is written as unquoted text; None if it is written as JSON.
 
+        `nullable`: whether the parser reads the word null as null. If not, an argument that may be null is JSON.
         Raise `UnsupportedSchema` if the references of its schema are circular or too deep.
         """
         found = _find_text_constraints(_resolve_reference(self.schema))

@@ -1,8 +1,10 @@
-"""Grammars of tool calls: the text of each model family between its markers.
+"""Grammars of tool calls, one for each call format: the text between the markers of calls.
 
-Counterpart of `tool_call_parser`: mlx-lm's parser of the same name must read every text that a form allows as the
+Counterpart of `tool_call_parser`: mlx-lm's parser of the same name must read every text that a grammar allows as the
 intended call. Text that a parser cannot separate is excluded. If that would exclude part of a tool's requirements,
 there is no grammar but an error with the reason. No requirement is enforced in part.
+
+Each grammar (`Form`) has two Lark rules:
 
     calls    one call or several, with their markers
     rest     the same after the first marker, for calls between words

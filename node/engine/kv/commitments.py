@@ -1,13 +1,14 @@
-"""Commitments: KV of admitted rows, which their caches store already or which is reserved for them.
+"""Commitments: KV memory of admitted rows, which their caches store already or which is reserved for them.
 
-A decode batch is padded: a group of rows takes rows × longest row. Groups are computed by *committed* length. From its
-admission a row counts with all tokens that it may reach:
+The rows of one decode batch are a group, those still in prefill included. A batch is padded: its KV is rows × longest
+row. From its admission, a row counts with its *committed* tokens: its prompt and its expected answer. The sum over all
+groups is
 
     stored + reserved = Σ rows × bytes of the longest committed row
 
 Only `commit` and `extend` raise that sum, and the gate judges their costs first. A forward moves bytes from reserved to
 stored and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
-without padding; from its join it counts as padded.
+without padding; from its join its stored tokens count as padded.
 
 This module is the only writer of these numbers. Other modules call the methods of `Commitment` and `CommitmentLedger`.
 """
@@ -102,7 +103,7 @@ def _build_group(lengths: list[int]) -> BatchGroup:
 class CommitmentLedger:
     """Ledger of the commitments of all rows of one model, in padded groups.
 
-    `kv` has the parameters of the bytes of a row. Except for `is_committed` and `extend`, methods that take a `row`
+    `kv` has the parameters of the KV memory of a row. Except for `is_committed` and `extend`, methods that take a `row`
     require a commitment that is in force, and otherwise raise `StopIteration`.
     """
 

@@ -143,7 +143,7 @@ def _iterate_growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
 
 
 def measure_kv_parameters(layers: Iterable[LayerCache]) -> KvParameters:
-    """Return the parameters of the bytes of a row, from a cache that a short forward has filled.
+    """Return the parameters of the KV memory of a row, from a cache that a short forward has filled.
 
     Layers with keys and values take bytes per token. Layers with a `max_size` take them only within their window. All
     other layers (states of hybrids) have a fixed size.

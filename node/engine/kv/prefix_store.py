@@ -3,8 +3,9 @@
     stored:    ids of prompt and answer  →  the row's cache, of exactly these ids
     looked up: a prompt  →  its longest prefix that some stored sequence shares
 
-If caches can be cut (keys and values of every token), any shared prefix is usable. States of hybrids and rotated
-windows cannot be cut. For those, only a stored sequence that is *wholly* a prefix of the prompt is usable.
+If caches can be cut (keys and values of every token), any shared prefix is usable. Sliding windows can be cut to the
+lengths for which their history is stored (`window_history`, `CachedPrefix.cuts`). States of hybrids cannot be cut: only
+a stored sequence that is *wholly* a prefix of the prompt is usable.
 
 At least one token of a prompt is always computed, because no logits are stored.
 
@@ -91,8 +92,8 @@ class CachedPrefix(Generic[V]):
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
     system prompt and for a shared beginning of texts. Reports name the hash after the eviction of its last entry."""
     snapshot: bool = False
-    """Whether the cache was copied within a prefill (`rules.snapshots`) or is that of a shared system prompt. A prompt
-    that uses all of such an entry copies it, and leaves it in the prefix cache."""
+    """Whether the cache was copied within a prefill (`rules.snapshots`) or is that of a shared system prompt. A prefill
+    that uses all of such an entry copies the cache, and leaves the entry in the prefix cache."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
@@ -172,8 +173,8 @@ class PrefixStore(Protocol[V]):
 
 
 class PrefixCache(Generic[V]):
-    """Store of token sequences of all models, in RAM. Values are opaque; an entry counts with the bytes that its
-    `nbytes` has at `store`."""
+    """Store of token sequences of all models, in RAM. Values are opaque: the bytes of an entry are its `nbytes`, which
+    must not change while it is stored."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}

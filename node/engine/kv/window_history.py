@@ -126,7 +126,7 @@ class WindowHistory:
 
 
 class WindowHistories:
-    """Histories of the prefills in progress, which no stored entry counts yet."""
+    """Histories of the prefills in progress, whose bytes no stored entry counts yet."""
 
     def __init__(self) -> None:
         self._open: WeakSet[WindowHistory] = WeakSet()

@@ -59,12 +59,11 @@ class EngineMemory:
         self._base = self.sensor.read_footprint().phys or 0
 
     def read_memory(self, gate: MemoryGate, reserved: int, now: float, *, settled: bool = False) -> Memory:
-        """Read the footprint now, and return the `Memory` that the gate judges and the report carries. The reading
-        counts in the recent peak.
+        """Read the footprint now and count it in the recent peak. Return the `Memory` for the gate and the report.
 
-        `reserved` is the committed memory that is not yet in use, in bytes, `now` the monotonic time. With `settled`,
-        the footprint is the one expected once nothing trails any more. Such a reading decides whether to free more
-        memory, and never whether work fits.
+        `reserved` is the bytes that are committed and not yet in use. `now` is in monotonic seconds. With `settled`,
+        the result excludes trailing bytes, which are freed but still in the footprint (`node.engine.memory.trailing`).
+        Use a settled reading only to decide whether to free more memory, never to decide whether work fits.
         """
         reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
@@ -93,9 +92,12 @@ class EngineMemory:
         return self._trailing.update(reading.phys, counted, mx.get_peak_memory(), now)
 
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the highest reading leaves the recent peak, or the footprint is expected
-        to fall. Return None if the memory in use is at least as high now, and nothing trails. `now` is the monotonic
-        time."""
+        """Return the monotonic time in seconds at which the recent peak or the footprint may next fall.
+
+        With trailing bytes in the footprint (`node.engine.memory.trailing`), this is `now` plus `PERIOD_SECONDS`.
+        Otherwise it is the time at which the highest recent reading expires. Return None if the memory in use is at
+        least as high as that reading.
+        """
         reading = self._read_footprint()
         if self._measure_trailing(reading, now):
             return now + PERIOD_SECONDS

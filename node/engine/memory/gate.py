@@ -2,8 +2,8 @@
 
 The arithmetic is in `wire/capacity/arithmetic.py`. The gate holds the limits from the agent, requires a live reading
 and counts its checks. It fails closed: before the first limits, with a cap of 0 or without a reading it refuses every
-request. Only `memory.guard = "off"` (`MemoryLimits.guard`) passes every request, and then the gate does not report
-itself as armed.
+request. With `memory.guard = "off"` (`MemoryLimits.guard`), it passes every request once limits have arrived, and does
+not report itself as armed.
 """
 
 from collections import Counter

@@ -4,8 +4,8 @@ Only `GatedForwards` asks the gate about forwards of requests, and runs them in 
 about its own forwards (`node.engine.models.memory_probe`). Checks, forwards and steps are counted: a test can verify
 from outside that no forward ran.
 
-The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
-reason: macOS unwires Metal memory that is not used, and may have paged it out.
+Metal memory that is not used is unwired by macOS, and may be paged out. The first call for a model after its load or
+after a pause may therefore have to read all weights again. Its expected seconds include this time.
 """
 
 import sys
@@ -46,8 +46,8 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `recorder` records each call where the record outlives a crash. `memory` reads the memory and has the gate.
-    `peak_tracker` measures MLX's peak.
+    `recorder` records each call in memory that outlives a crash of the process. `memory` reads the memory and has the
+    gate. `peak_tracker` measures MLX's peak.
     `free_memory(site, bytes)` frees memory and returns whether that was enough. `give_up_load(why)` aborts a load in
     progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
     `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.

@@ -1,4 +1,4 @@
-"""Estimate the transient bytes of a forward: from the config at first, then fitted to measured forwards.
+"""Estimates of the transient bytes of a forward: from the config at first, then fitted to measured forwards.
 
 The form is `wire.report.TransientModel`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the
 coefficients.
@@ -10,8 +10,8 @@ coefficients.
   Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no
   sample lies above it.
 
-A sample above the estimate counts at once. A sample far below it counts if it is the first of its kind. The number of
-samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.
+The coefficients are fitted again when a sample exceeds its estimate, or when it is the first of its kind and far below.
+The number of samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.
 
 A measured profile narrows the gate's margin. It covers only forwards up to the measured size: chunks by tokens, joins
 and decode steps by rows. A larger forward is charged with the bytes by which the margin was narrowed, until a few such
@@ -62,7 +62,7 @@ Sample = tuple[Shape, float]
 
 class ForwardSamples:
     """Measured prefills, or measured decode steps, of a model: at most `MAX_SAMPLES`. Shapes that round to the same
-    thirds of powers of two are of one kind. Of each kind, the forward that exceeded its estimate most is kept.
+    thirds of powers of two are of one kind. Of each kind, the forward with the highest bytes per estimate is kept.
 
     A shape is `(tokens, past, grew)` of a prefill or `(rows, longest, grew)` of a decode step. `past` and `longest` are
     in tokens. `grew` states whether the caches grew. `unfitted` states whether a new fit is needed.

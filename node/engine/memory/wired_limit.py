@@ -2,10 +2,11 @@
 
 Wired memory is never paged out or compressed. Without it, models of 40 GB and more decode 10 to 40 times slower on some
 Macs. With it, two streams and frequent allocation inside the wired set end in a kernel panic on other Macs. Only large
-weights are therefore wired, and no short-lived buffers. Sources and reasons: docs/decisions/0017-the-wired-limit.md.
+weights are therefore wired by default (`memory.wire`), and no short-lived buffers. Sources and reasons:
+docs/decisions/0017-the-wired-limit.md.
 
-Two rules always hold. The size never exceeds the device's limit, which MLX would refuse. The size changes only with the
-set of loaded models, never with a lease, a request or a reading.
+Two rules always hold. The size never exceeds the device's limit, because MLX would refuse it. The size changes only
+with the weights in memory, never with a lease, a request or a reading.
 """
 
 from enum import StrEnum

@@ -1,8 +1,9 @@
-"""Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
+"""Search for the longest row that passes a memory check, with 5 % fewer tokens at each attempt, and its diagnosis.
 
-The committed length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
-system that is short of memory). The length is therefore tried, with a forward as large as the largest measured one, and
-reduced if it does not pass. Pure; the caller defines when a length passes.
+The first length is computed from the fitted memory costs of the model, unless the settings have one. A memory reading
+also includes costs that no fit covers, such as growth of the process or other programs. The profiler therefore checks a
+length against a reading, and runs a forward as large as the largest measured one. A length that does not pass is
+reduced. Pure: the caller provides the check.
 """
 
 from collections.abc import Callable, Generator
@@ -15,7 +16,8 @@ KNOBS = (
     "engine.mlx.max_context, raise memory.cap, set a smaller memory.margin, or take a variant of the model with a "
     "smaller quantization"
 )
-"""Settings that let a longer row pass."""
+"""Advice at the end of a failed profile's diagnosis: the settings to change so that a longer row passes the memory
+check."""
 
 
 @dataclass(frozen=True, slots=True)

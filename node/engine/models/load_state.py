@@ -2,12 +2,13 @@
 
     queued ──began──► loading ──piece due──► loading … ──finished──► loaded
        │                 │ broken: its files cannot be used
-       │ refused         │ aborted: no room, an order, or its files changed
+       │ refused,        │ aborted: no room, an order, or its files changed
+       │ aborted         │
        └─────────────────┴──────────────────────────────────────────► failed
 
 Rules
-- One load is in `loading` at a time. The gate is checked before `LoadBegan` and before each piece; `load` yields the
-  cost of a piece before the piece is read.
+- One load is in `loading` at a time. The gate is checked before `LoadBegan` and before each piece: `loaded_model.load`
+  yields the cost of a piece before the piece is read.
 - Weights still to load (`bytes_left`) count as reserved. They are at most `total`, which is exact from the first piece
   on.
 - `loaded` and `failed` have no event. An illegal event is an error of this program; it ends this load as failed.

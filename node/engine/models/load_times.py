@@ -1,8 +1,9 @@
 """Expected seconds of a load, from earlier loads on this machine.
 
 A load reads the weights, compiles kernels in its warm-up, and measures a profile if none is stored. Each part is
-measured and stored with the profiles, because the router places requests by these seconds. Weights alone would predict
-0.08 s where a load takes 7.6 s. The seconds of a model exclude the profile, because it is measured only once.
+measured and stored with the profiles, because the router places requests by these seconds. The weights of a small model
+may be read in less time than its kernels compile (`ASSUMED_WARMUP_SECONDS`). The seconds of a model exclude the
+profile, because it is measured only once.
 """
 
 import os

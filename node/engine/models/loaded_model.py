@@ -1,9 +1,9 @@
 """Loaded model: its weights, commitments, estimates and statistics; and the loader.
 
-Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about
-`BYTES_BETWEEN_STEPS` bytes of weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation.
-The exact bytes of the model after conversion are therefore known before the first read. Each piece can be checked
-before it is evaluated.
+`load` is a generator, because the engine decodes between the pieces of a load. Each `next` evaluates about
+`BYTES_BETWEEN_STEPS` bytes of weights. mlx-lm builds a model with lazy arrays, which are read only on evaluation. The
+exact bytes of the model after conversion are therefore known before the first read. The gate can check each piece
+before its evaluation.
 """
 
 import json

@@ -1,14 +1,14 @@
 """Model manager: load one model at a time in pieces, unload idle models for it, and record the reasons of failures.
 
-A model must be loadable, because requests, not models, are refused for lack of memory. A load is therefore judged
-without the run-time margin (`wire.capacity.arithmetic.judge_load`). Caches and idle models first make room for it
-(`model_unloader`). The gate then judges all of the weights; weights still to load count as reserved. The gate runs
-again before each piece, on a fresh reading. The engine calls `tick` while `busy`, and decodes between the ticks.
+A load is judged without the margin (`wire.capacity.arithmetic.judge_load`): if memory is short, requests are refused
+rather than the model. If there is no room, cached prefixes and idle models are released first (`model_unloader`). The
+gate checks all of the weights before the start, and each piece on a fresh reading; weights still to load count as
+reserved. The engine calls `tick` while `busy`, and decodes between the ticks.
 
-A load is aborted rather than a running answer. The reasons: the gate refuses its next piece, a running request needs
-room, or the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the
-model aborts it as well. Loaded pieces are released at once, and the outcome is returned by `take_ended`. A load whose
-files change before its end is aborted, and the next request tries again.
+If memory is short, a load is aborted before a running request ends. The reasons: the gate refuses its next piece, a
+running request needs room, or the engine is over its cap. A lease aborts a load for whose model no request waits. An
+order to unload the model, or a change of its files, aborts the load as well. Loaded pieces are released at once, and
+`take_ended` returns the outcome. After a change of the files, the next request loads the model again.
 
 The phases of a load and their legal events are in `load_state`.
 """

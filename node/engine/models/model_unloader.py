@@ -1,8 +1,9 @@
-"""Unloader of models, and the order in which memory is freed that a request could reuse.
+"""Unloading of models, and the order in which reusable memory is freed.
 
-The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. A model in
-use stays, and a preloaded one as well. A model that has been unused for `max_idle_seconds` is unloaded. A model whose
-files were replaced on disk is unloaded as soon as it is idle. Until then it answers under its old fingerprint.
+The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. Models in
+use and preloaded models are not unloaded to free memory. Any other model is unloaded after `max_idle_seconds` without
+use. A model whose files were replaced on disk is unloaded as soon as it is idle, even if it is preloaded. Until then it
+answers under its old fingerprint.
 """
 
 import time

@@ -72,8 +72,8 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Tokens of the row that passed the check against a memory reading, as a share of the longest row, which was tried
     first, 0 to 1. With `failed`, the share of the last attempt, which did not pass. Without a check: 1."""
     failed: str = ""
-    """Diagnosis if no attempt with the longest row passed a reading, else empty. It is stored so that later loads
-    repeat it without another measurement."""
+    """Diagnosis if no attempted row length passed the check against a memory reading; empty if one passed, or without a
+    check. The diagnosis is stored because later loads then repeat it without another measurement."""
     refused_bytes: int = 0
     """Bytes of the first forward that the gate refused to the probe at a load, with its row; 0 without one. Loads
     measure again if twice these bytes pass then. A sweep measures as far as the gate allows, and has 0."""

@@ -1,10 +1,10 @@
 """Profile sweeps on order: measure one model at a time, one forward per iteration, while other rows continue to decode.
 
-    Profile ─► queued ─► (its model is loaded) ─► forward by forward ─► settled ─► Finished, with the measurements
-                 └ the load fails: Refusal              └ memory is needed for requests, no length passes: Refusal
+    Profile ─► queued ─► model loaded ─► forward by forward ─► check of the longest row ─► Finished, with measurements
+                 └ the load fails: Refusal      └ memory is needed for requests: Refusal └ no length passes: Refusal
 
 The forwards of a sweep use only free memory: the gate runs before each of them, and no cache is evicted. Only the check
-of the longest row at the end may evict caches. It is left out if a request uses the model or another model is loaded.
+of the longest row at the end may evict caches. No such check runs if a request uses the model or another is loaded.
 The row of a sweep is released before any request is refused for memory.
 """
 

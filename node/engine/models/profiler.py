@@ -2,9 +2,9 @@
 
 The probe (`memory_probe`) ensures samples of many shapes from the start.
 
-The residual is the part that no fit covers. It is the number of bytes by which a forward exceeded its KV and its
-estimate. It is measured by the kernel's high-water mark where there is one. The margin follows from it. The longest row
-from the fit is then checked against a reading (`node.engine.models.context_search`).
+The residual is the largest number of bytes by which a forward exceeded its KV and its estimate. The forward is measured
+by the kernel's high-water mark where there is one. The gate's margin follows from the residual. The longest row from
+the fit is then checked against a reading (`node.engine.models.context_search`).
 
 Measurements are stored by `node.engine.models.profile`.
 """

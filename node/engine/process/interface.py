@@ -1,8 +1,9 @@
 """Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
-Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
-inference thread calls all other methods, except `read_running_call` and `halt`, which any thread may call. Further
-threads tokenize the prompts that `prepare` has not tokenized, after `handle` has admitted them (`tokenize_admission`).
+Two threads drive an engine. The I/O thread, the main thread of the process, calls `prepare`, which touches no memory of
+the inference thread. The inference thread calls all other methods, except `read_running_call` and `halt`, which any
+thread may call. Prompt threads tokenize the prompts that `prepare` has not tokenized, after `handle` has admitted them
+(`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
 Every kind provides `build` and runs its gate before every prefill, join and forward for embeddings; a test checks this

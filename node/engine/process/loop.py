@@ -1,7 +1,8 @@
 """Inference thread of an engine: frames arrive through `put` and leave through `send`.
 
-Only this thread calls `handle` and `step` of the engine. Two more threads tokenize the prompts that the I/O thread has
-not tokenized, after the engine has found room for them. One of the two handles only long texts.
+Only this thread calls `handle` and `step` of the engine. The I/O thread, the main thread of the process, tokenizes
+short prompts. Two prompt threads tokenize all other prompts, after the engine has found room for them. One of the two
+handles only long texts.
 
 One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
 due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every

@@ -1,18 +1,21 @@
 """Engine process: `python -m node.engine.process.main --socket FD`, started only by `node.engine_process`.
 
-The main thread reads the socket, answers pings, tokenizes short prompts and watches for the socket's end. One thread
-owns the engine, one tokenizes prompts, and one tokenizes long texts. One writes frames for which the socket had no
-room. One waits for SIGTERM, because Python runs no signal handler while the main thread is in native code. The settings
-come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Frames as on the link follow.
+The main thread, called the I/O thread, reads the socket, answers pings and tokenizes short prompts. The inference
+thread owns the engine. Two prompt threads tokenize all other prompts, one of them only long texts. One thread writes
+frames for which the socket had no room. One waits for SIGTERM, because Python runs no signal handler while the main
+thread is in native code.
 
-The process ends with its socket, because the agent crashed or was killed (macOS has no signal for a parent's death). It
-ends in order, as on a `StopEngine` and on SIGTERM. If a process with a large wired model is killed, that memory can
-stay wired until the Mac restarts (docs/decisions/0018).
+The settings come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Then follow
+frames, encoded as on the link (`wire.codec`).
 
-In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
-this takes no time. The time limit is `EXIT_TIMEOUT_SECONDS` at the end of the socket and on SIGTERM, and
-`StopEngine.seconds` on a `StopEngine`. At the limit the process calls `os._exit` in any state of its threads. A thread
-that fails ends the process as well, because the agent can then start a working one.
+The process shuts down gracefully on SIGTERM, on a `StopEngine`, and when its socket closes. A closed socket means that
+the agent crashed or was killed: macOS has no signal for a parent's death. If a process with a large wired model is
+killed, that memory can stay wired until the Mac restarts (docs/decisions/0018).
+
+In a graceful shutdown no native call begins, the running call returns, and the engine releases its memory. The process
+then calls `os._exit`. The time limit is `StopEngine.seconds` on a `StopEngine`, else `EXIT_TIMEOUT_SECONDS`. At the
+limit the process calls `os._exit` in any state of its threads. A thread that fails also ends the process, because the
+agent can then start a working one.
 """
 
 import argparse
@@ -143,7 +146,7 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 class ProcessExit:
-    """Orderly end of this process, which any thread may request. Only the inference thread releases the engine's
+    """Graceful shutdown of this process, which any thread may request. Only the inference thread releases the engine's
     memory."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:

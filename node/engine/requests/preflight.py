@@ -1,7 +1,6 @@
 """Preflight checks of a request, before any commitment: is it possible at all, and is it possible now?
 
-A request is refused as one that can never fit only after an exact count of its tokens. The message then has all
-numbers.
+Whether a request can never fit is decided only after an exact count of its tokens, so that the message has all numbers.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Request preparation: tokenize a request or refuse it for good, on the I/O thread or on the prompt threads.
+"""Request preparation: tokenize a request, or refuse it, on the I/O thread or on the prompt threads.
 
-MLX is not used here. Several prompts are tokenized at the same time, on their threads. A lock is held only while a
-tokenizer is loaded or a grammar compiled, which the I/O thread never does (`can_prepare_inline`). A refusal concerns
-one request or its model, and affects no other request. The inference thread checks the memory.
+MLX is not used here. The I/O thread and the prompt threads (docs/glossary.md) tokenize prompts at the same time. A lock
+is held only while a tokenizer is loaded or a grammar compiled, which the I/O thread never does (`can_prepare_inline`).
+A refusal concerns one request or its model, and affects no other request. The inference thread checks the memory.
 """
 
 import threading

@@ -56,8 +56,11 @@ def find_tool_names(parser: str, tools: str) -> dict[str, str]:
 
 
 def rename_tools(request: Generate, names: Mapping[str, str]) -> Generate:
-    """Return the request with the tool names of `names`, which has the new names by the client's names. They replace
-    the names in the tools, the earlier calls and their results, and the tool that the grammar demands."""
+    """Return the request with renamed tools. `names` maps a client's tool name to its new name; other names stay
+    unchanged.
+
+    Names change in the tools, in earlier tool calls and their results, and in the tool that the grammar demands.
+    """
     if not names:
         return request
     grammar = request.params.grammar

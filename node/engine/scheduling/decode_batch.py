@@ -52,7 +52,7 @@ K = TypeVar("K")
 
 
 class RowSampler:
-    """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
+    """Wrapper of a row's sampler and logits processors, which confines their exceptions to the row.
 
     A decode batch calls the wrappers `self.sampler` and `self.processors`; `choose_greedily` is not wrapped.
     `self.error` is the first exception, None before. After an exception, the row's tokens are chosen greedily and its
@@ -320,10 +320,10 @@ class DecodeBatch(Generic[K]):
         self._evaluate_layers()
 
     def get_ids(self, row: K) -> list[int]:
-        """Return the token ids in a row's cache: prompt and all tokens that a step has processed.
+        """Return the token ids in a row's cache: the prompt, and the generated tokens that a step has processed.
 
-        Returned tokens that the next step processes are missing: a first token from `join` or of a row from
-        `prepare_rows`, and a token from `take_last_tokens`.
+        The input of the next step is missing, also if the caller knows that token already. Before its first step, a row
+        from `prepare_rows` therefore lacks the last token of its prompt. The row must be in the batch.
         """
         assert self._batch is not None  # noqa: S101  a row is in it
         return list(self._batch.tokens[self._find_place(row)])

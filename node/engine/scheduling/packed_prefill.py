@@ -8,12 +8,14 @@ row's cache is the same as after a prefill of its own.
 - Last token: The last token of each prompt is left out. It is the input of the row's first decode step, which computes
   the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
   vocabulary.
-- Caches: Only plain caches take part (`kv_cache.is_plain`): a window or a running state would include the padding.
+- Caches: All layers must have plain caches (`kv_cache.is_plain`), because a window or a recurrent state would include
+  the padding.
 - Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like a packed prompt. Its
   prefix then need not be computed again.
-- Ledger: Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
-- Faults: A fault here has no known culprit. All prompts are prefilled again one by one, and the faulty one fails alone.
-  The crash recorder, as well, names no request for a packed forward.
+- Commitments: All prompts of a packed forward are in one group of the `CommitmentLedger`. The KV of the padded forward
+  (rows × longest row) is therefore committed already.
+- Faults: A fault does not show which prompt caused it. All prompts are prefilled again one by one, and the faulty one
+  fails alone. The crash recorder names no request for a packed forward.
 """
 
 import time

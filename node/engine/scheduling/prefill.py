@@ -22,7 +22,7 @@ NO_PREFIX: PrefixHit[Layers] = PrefixHit()
 
 @dataclass(slots=True, eq=False)
 class PrefixState:
-    """Data of a prefill for the prefix cache: keys of the lookup and its result."""
+    """State of a prefill for the prefix cache: the lookup and its result, snapshots, history, and restoration."""
 
     key: bytes
     """Token ids of the prefill, packed (`radix_trie.pack`)."""
@@ -108,7 +108,7 @@ class PrefixState:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer.
+    """Prefill of the tokens that some rows of a request share: the prompt, or the prompt and the known answer tokens.
 
     Methods that change the state of rows raise `IllegalEventError` if the event is illegal in that state.
     """

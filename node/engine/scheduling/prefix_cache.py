@@ -9,16 +9,18 @@ Rules
   entries.
 - Commitment: A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then
   as much as a new cache. Estimates, ledger and gate therefore ignore the prefix cache.
-- Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
-  cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
+- Reuse: The next turn of a conversation starts with *all* tokens of a stored sequence, and will be stored itself. Its
+  prefill therefore takes the entry out of the store and uses the cache without a copy, unless the entry is a snapshot.
+  If the request is cancelled before its prompt is stored, the entry is stored again if it can be cut and memory has
+  room.
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
 - Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
   cause a refusal.
 - Scopes: A request finds sequences of its own scope (`Sequence.cache_scope`), usually its key. From other keys it finds
   only the system prompt that all keys share. The tokens of that message are stored a second time as a snapshot, in a
   scope of all keys.
-- Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
-  entry.
+- Faults: After a fault of a model, all its entries in memory are evicted (`invalidate`), because the fault may be in an
+  entry. Of its files on the disk, only those that a failed prefill read, and those of its snapshots, are removed.
 - Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
   the prefill (`window_history`). A history in progress counts as cached, and is released before any entry.
 - Snapshots: Where caches cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
@@ -65,7 +67,7 @@ from wire.report import CacheState
 
 
 class TrimModes:
-    """Trim modes of the loaded models, each found once, from an empty cache of the model."""
+    """Trim modes (`CacheTrimMode`) of the loaded models, each found once from an empty cache of the model."""
 
     def __init__(self) -> None:
         self._modes: dict[str, CacheTrimMode] = {}

@@ -1,4 +1,4 @@
-"""Table of the scheduler's live requests: their prefills, the preempted ones, and their holds on models."""
+"""Table of the scheduler's live requests: their prefills, the preempted ones, and their holds (`ModelUsage.hold`)."""
 
 import math
 from collections.abc import Mapping

@@ -1,14 +1,16 @@
-"""Sampling of a token from log probabilities: penalties, bias, temperature, top-k, top-p, min-p, repeatable draws.
+"""Sampling of a token from logits: penalties, bias, temperature, top-k, top-p, min-p, and reproducible draws.
 
 Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state. A row that is
-rebuilt or resumed on another node therefore draws the same tokens. The order is the same as in vLLM and Transformers.
-Penalties and bias change the logits; then temperature; then top-k, top-p and min-p cut; then the draw.
+rebuilt or resumed on another node therefore draws the same tokens.
+
+The order is repetition penalty, presence and frequency penalties, bias, temperature, top-k, top-p, min-p, draw. From
+the temperature on, the order is that of Transformers.
 
 Presence and frequency penalties count the answer's own tokens (OpenAI's definition). The repetition penalty also counts
 the tokens of the prompt (CTRL, arXiv:1909.05858, as in Transformers).
 
-All arrays are of one row: logits and log probabilities (1, vocabulary), tokens (length,). Nothing here is compiled: on
-Linux a compiled function costs a g++ run at first use.
+Unless a function states (rows, vocabulary), arrays are of one row: logits and log probabilities (1, vocabulary), tokens
+(length,). Nothing here is compiled, because on Linux a compiled function costs a g++ run at first use.
 """
 
 from collections.abc import Callable, Mapping

@@ -8,16 +8,15 @@
 Rules
 - Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
   its commitment. A chunk is made smaller before it is refused.
-- Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
-  (`compute_required_bytes`). When all requests wait for memory, or the memory cannot be read, the newest waiting one
-  loses its memory. When a row must grow, the request to lose its memory is a waiting one, else the newest. It belongs
-  to the key that holds most.
+- Waiting: Work that does not fit waits as long as another request may end. The bytes that it needs count as reserved at
+  the admission of new requests (`compute_required_bytes`). When all requests wait for memory, or the memory cannot be
+  read, the newest waiting request loses its memory. When a row must grow, `preemption` chooses the request ("Victim").
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
-  is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
-  room fails, with the numbers.
+  is preempted: its memory is released, and its tokens are prefilled again once there is room. If no other request or
+  recent peak can free memory, it fails, with the numbers.
 - Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). Requests of the key that holds most are
-  preempted for a key that holds less. This happens if no row is free, or memory is short at admission. Preempted
-  requests return in turn with all other requests.
+  preempted for a key that holds less. This happens if no row is free, or memory is short at admission. `preemption`
+  states when preempted requests return.
 - Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
   that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
@@ -25,7 +24,8 @@ Rules
 - Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
   ids. At the second exception, the request of a row fails. An error of the GPU ends the process (`device_errors`).
 - End: All ends of a request pass through `BatchRecovery`, which cleans prefills, batches and ledger.
-- Time: Decisions use the time at which the turn began. Durations are measured around native calls.
+- Time: Decisions use the time at which the turn, an iteration of the `EngineLoop`, began. Durations are measured around
+  native calls.
 
 Parts
 - `row_state`: the states of a row and their legal events.

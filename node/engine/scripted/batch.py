@@ -20,7 +20,7 @@ from wire.refusals import RefusalCode, Refused
 
 
 class ScriptedBatch:
-    """Work of the scripted engine's requests in `table`.
+    """Prefills, joins, decode steps and growth of the scripted engine's requests in `table`.
 
     `crash(number)` ends the process in the first decode step of a request that must crash. With `silent_joins` a
     prefill returns no token. `forwards` counts prefills and joins, `steps` decode steps of all rows together, and

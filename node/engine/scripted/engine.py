@@ -1,18 +1,19 @@
 """Scripted engine: real frames, real admission and real pace with a simulated model.
 
-The model computes nothing; all other behaviour is real. Rows are committed in the ledger before they start, and every
-prefill, join and growth passes the gate. A decode step serves all rows at once. Steps have absolute deadlines, and
-delays therefore never add up. The engine has no clock and no socket; `loop` drives it.
+Forwards, weights and memory readings are simulated. Ledger, gate and the rules of admission, scheduling and preemption
+are those of the text engine. Rows are committed before they start, and every prefill, join and growth passes the gate.
+A decode step serves all rows at once. The next turn begins at the time at which the last one was due to end, so that
+delays do not add up. The engine has no clock and no socket; `loop` drives it.
 
     Generate ─► preflight ─► waiting ─► prefill, join ─► rows in decode ─► Finished
                    └ Refusal      └ Refusal                 └ Failed (no room to grow)
 
-Every request ends in exactly one of the three frames. A cancelled request gets no frame. A `Cancel` that overtakes its
-`Generate` is remembered, and the `Generate` is ignored.
+Every request ends in exactly one of the three frames, unless it is cancelled: it then gets no further frame. A `Cancel`
+that overtakes its `Generate` is remembered, and the `Generate` is ignored.
 
-By the settings, a prefill takes no time and returns no token; the first token comes with the row's first decode step. A
-row that has used its commitment requests `KV_GROWTH_TOKENS` more tokens. If the gate refuses, a request is preempted or
-ends by the rules of the text engine.
+With the default costs (`FixedCosts`), a prefill takes no time and returns no token; the first token comes with the
+row's first decode step. A row that has used its commitment requests up to `KV_GROWTH_TOKENS` more tokens. If the gate
+refuses, a request is preempted or ends by the rules of the text engine.
 
 Parts
 - `turns`: the turns as a function of time, with the durations of `costs`. The simulation drives the same turns.

@@ -2,7 +2,8 @@
 
 The same turns run under a real clock (`node.engine.process.loop`) and under a virtual one (`simulation`). A turn begins
 with its choices, and its results count from its end. Its duration is the sum of its forwards (`EngineCosts`). A turn
-begins where the last one ended, so that delays never add up.
+begins at the time at which the last one was due to end, so that delays do not add up. After a sleep of the machine
+(`MAX_LATE_SECONDS`), it begins at once.
 
 With `leap`, equal turns are computed at once: those in which no row ends or grows, no prompt is complete, and no choice
 differs. The results are those of single turns, which a property test compares.

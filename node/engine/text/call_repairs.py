@@ -1,5 +1,7 @@
 """Repairs of tool calls that models often write incompletely. mlx-lm's parsers take them for text, or lose arguments.
 
+A block is the text of one or more tool calls between the model's markers (docs/glossary.md).
+
 - Qwen3-Coder: A call without `<tool_call>` before it, often with a lone `</tool_call>` after it (`NAKED`). Several
   functions in one block.
 - GLM: A value without `<arg_value>` before it.
@@ -17,8 +19,11 @@ _NO_VALUE = re.compile(r"</arg_key>(?!\s*<arg_value>)")
 
 
 def wrap_parser(name: str, parse: Parse) -> Parse:
-    """Return a parser that repairs blocks before `parse`, the parser of mlx-lm with this name, reads them. Return
-    `parse` itself if its blocks need no repair."""
+    """Return a parser that repairs each block and passes it to `parse`. Return `parse` itself if this module has no
+    repair for it.
+
+    `name` is the name of `parse` in mlx-lm.
+    """
 
     def parse_functions(block: str, tools: list[object]) -> object:
         functions = _FUNCTION.findall(block)

@@ -61,7 +61,7 @@ _CALL = re.compile(r"([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
 
 
 def has_format(vocabulary: Mapping[str, int]) -> bool:
-    """Return whether the answers of a model with this vocabulary have the format."""
+    """Return whether a vocabulary (ids by token) has all special tokens of the Harmony format (`TOKENS`)."""
     return all(token in vocabulary for token in TOKENS)
 
 

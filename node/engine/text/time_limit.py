@@ -1,4 +1,4 @@
-"""Time limit for foreign Python code on a thread of this process, such as a model's chat template."""
+"""Time limit for Python code that comes with a model, such as its chat template, on a thread of this process."""
 
 import ctypes
 import math

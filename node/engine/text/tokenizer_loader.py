@@ -1,4 +1,4 @@
-"""Loader of tokenizers: strictly local, and code that comes with a model is never run."""
+"""Loader of tokenizers, from the folder of the model alone. Code that comes with a model is never run."""
 
 import ast
 import importlib.util

@@ -19,7 +19,7 @@ from node.models.weight_files import parse_json_object
 
 
 class Encoder:
-    """Encoder with its weights. A text runs in one forward without a cache, because all tokens are attended."""
+    """Encoder with its weights. A text runs in one forward without a cache, because tokens attend to later ones."""
 
     def __init__(self, shape: EncoderShape, weights: EncoderWeights) -> None:
         self.shape = shape

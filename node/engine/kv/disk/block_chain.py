@@ -2,9 +2,9 @@
 
     root = blake2b(format, fingerprint of the model, versions, scope),  hₙ = blake2b(hₙ₋₁ ‖ tokens of block n)
 
-A hash therefore names all tokens up to its block, for one model and one scope. A state (`BlockPart.STATE`)
-can follow any number of tokens. Its name has the hash of the last whole block and the number of further tokens. The
-states of a prompt can therefore be looked up by name.
+A hash therefore identifies all tokens up to the end of its block, for one model and one scope. A state
+(`BlockPart.STATE`) can follow any number of tokens. Its name has the hash of the last whole block and the number of
+further tokens. The states of a prompt can therefore be looked up by name.
 """
 
 import re

@@ -50,7 +50,7 @@ class BlockPart(StrEnum):
 
 
 class BlockArray(NamedTuple):
-    """Array of a block, as numpy holds it."""
+    """Array of a file of the disk cache, as numpy holds it."""
 
     kind: str
     """Type, a key of `ITEM_TYPES`."""

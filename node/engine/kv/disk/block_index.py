@@ -1,7 +1,7 @@
 """Index of the files of the disk cache, least recently used first. Its methods may be called from any thread.
 
-The index is built from the names of the files at start and holds no content. A prompt is looked up by its chain: one
-dictionary access for each block of 256 tokens.
+The index is built at start from the names, sizes and times of the files, and holds no content. A prompt is looked up by
+its chain (`block_chain`): one dictionary access for each block of 256 tokens.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class BlockIndex:
         self._nbytes += nbytes
 
     def list_models(self) -> dict[str, FolderSize]:
-        """Return the files and bytes of each model that has files, by its fingerprint."""
+        """Return the number and total bytes of the files of each model that has files, by the model's fingerprint."""
         with self._lock:
             return {model: FolderSize(*size) for model, size in self._models.items() if size[0]}
 

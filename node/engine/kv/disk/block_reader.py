@@ -1,6 +1,6 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no call of MLX, and is at most three parts ahead. A file that is missing, cut off, changed or of
+The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, cut off, changed or of
 another chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
 """
 

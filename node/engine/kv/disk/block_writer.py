@@ -1,8 +1,9 @@
-"""Writer of the disk cache: a thread that writes complete files, and the queue of the parts that wait for it.
+"""Writer of the disk cache: a thread that writes files, and the queue of the parts to write.
 
-The thread makes no call of MLX. A file is written under another name and then renamed, so that no reader sees an
-incomplete file. Older files are deleted by the same thread right before a new one. `disk_budget` limits sizes and
-writes.
+A part is the arrays of one file (`block_file`). The thread makes no MLX calls. It writes each file under a temporary
+name and then renames the file, so that no reader sees an incomplete file. If a new file would exceed the quota, the
+thread first deletes the least recently used files. A part is dropped if the quota or the daily write budget
+(`disk_budget`) has no room for it.
 """
 
 import contextlib

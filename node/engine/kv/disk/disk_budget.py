@@ -1,6 +1,7 @@
 """Quota of the disk cache by the free space of the disk, budget of written bytes per day, and pauses between writes.
 
-Writes are limited to a share of the disk per day, because the disks of Macs are soldered in.
+The bytes written per day are limited to a share of the disk, because writes wear a disk and those of Macs are soldered
+in.
 """
 
 import shutil

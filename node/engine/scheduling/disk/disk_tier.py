@@ -4,8 +4,9 @@
      ▲                     │ a file is missing or invalid
      └─────────────────────┘
 
-A restoring prefill has no cache yet. Other rows decode between two parts. All parts together are within the commitment
-of the row. If the restoration fails, the prompt is looked up again without the file that failed.
+A part is the content of one file (`kv.disk.block_file`). Other rows decode between two parts. The prefill has no cache
+until all parts are restored; their bytes are within the commitment of its row. If the restoration fails, the prompt is
+looked up again without the file that failed.
 """
 
 from collections.abc import Mapping

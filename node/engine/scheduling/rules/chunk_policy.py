@@ -1,7 +1,7 @@
 """Chunk policy of prefill: choose the next prompt and the size of its chunk. Pure.
 
 Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither delays short ones nor
-starves. Where an API key has many prompts, the second choice is fair between keys
+starves. If an API key has many prompts, the choice by age is also fair between keys
 (`wire.capacity.fairness.PrefillFairness`). The size of a chunk follows from the time of earlier chunks (`ChunkPace`).
 
 - Alone: A lone prefill may take `IDLE_CHUNK_SECONDS` per chunk, because a cancel takes effect between chunks.
@@ -11,8 +11,8 @@ starves. Where an API key has many prompts, the second choice is fair between ke
   other engines.
 - Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
   (`packed_prefill`). Longer forwards save little more, and the first prompt would wait for all. While rows decode, one
-  packed forward merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows
-  decode.
+  packed forward merges the gaps that the prompts would have caused. The forward is shorter if fewer prompts wait than
+  rows decode (`compute_shared_budget`).
 """
 
 import math

@@ -1,14 +1,14 @@
 """Choices of preemption: the requests that lose memory or rows, and the next one that returns. Pure.
 
-- Victim: Where a row must grow, a request loses its memory. Requests without a cache and without delivered tokens are
-  chosen first, because they lose no work, then requests with a cache. The newest request of the key with the highest
-  load is chosen.
+- Victim: If a row must grow and has no room, one request loses its memory. Requests without a cache and without
+  delivered tokens are chosen first, because they lose no work, then requests with a cache. Of these, the newest request
+  of the key with the most rows for its weight is chosen.
 - Outcome: A request without room is preempted if some of its tokens were delivered, and memory may become free or
   cannot be read now. Else it ends, and the router places it again if it was refused.
 - Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
   free.
-- Sharing: A key that holds fewer rows or bytes than another key, relative to the weights, gets rows or bytes of that
-  key (`wire.capacity.fairness`).
+- Sharing: A key that holds fewer rows or bytes for its weight than another key gets rows or bytes of that key
+  (`wire.capacity.fairness`).
 """
 
 from collections import Counter
@@ -78,9 +78,11 @@ def choose_victim(live: Sequence[R]) -> R | None:
 
 
 def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> bool:
-    """Return whether a request without room is preempted; else it ends.
+    """Return whether to preempt a request that has no room; False: end it. The rule is "Outcome" in the module's
+    docstring.
 
-    `unreadable`: the memory cannot be read now. `others`: another request or a recent peak may still free memory.
+    The request must have delivered tokens, and `unreadable` or `others` must be True. `unreadable`: the memory cannot
+    be read now. `others`: another request or a recent peak may still free memory.
     """
     return request.delivered and (unreadable or others)
 

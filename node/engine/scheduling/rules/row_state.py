@@ -2,10 +2,11 @@
 
     waiting ──first chunk──► prefill ──last chunk──► join ──joined──► decode ──finished──► ended
        ▲                        └───────restarted───────┘                │
-       ├──returned── preempted ◄──preempted── any state above             │
+       ├──returned── preempted ◄──preempted── waiting, prefill, join, decode
        └──requeued── rebuild ◄──────────────batch broken─────────────────┘
 
-Every state has the event `released`: its request was cancelled, refused or has failed.
+`released` is legal in every state and leads to `ended`: the request was cancelled, refused or has failed. A row that is
+resumed after its last token goes from `waiting` to `ended`.
 
 Rules
 - A row in `waiting` holds no cache. A row in `prefill` or `join` has a cache that other rows of its request may share.

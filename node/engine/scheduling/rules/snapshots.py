@@ -1,7 +1,7 @@
 """Positions in a prompt at which a cache that cannot be cut is worth a snapshot. Pure.
 
 - Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
-  repeat. The rest (start of the answer, thinking marks) belongs to the template, and templates change it.
+  repeat. The rest (start of the answer, reasoning markers) belongs to the template, and templates change it.
 - Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
   system prompt. The third such request finds the snapshot.
 - System prompts: After a system prompt that all keys share.
