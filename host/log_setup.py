@@ -203,7 +203,8 @@ def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> 
 
     Control characters in the name of the event and in its fields are escaped.
 
-    The signature is that of a structlog processor. Rendered fields are removed from `event`.
+    The signature is that of a structlog processor. Of `event`, only the other fields remain: time, level, name of the
+    event, logger and exception are removed.
     """
     when = str(event.pop("timestamp", ""))
     with contextlib.suppress(ValueError):

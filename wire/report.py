@@ -102,7 +102,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     age: Seconds = 0.0
     """Age of the reading when the report was written."""
     total: Size = 0
-    """Memory of the machine."""
+    """RAM of the machine in bytes, or the limit of its container if that is less; 0 if unreadable."""
     base: Size = 0
     """Footprint of the engine before any model is loaded. Requests cannot use these bytes."""
     reusable: Size = 0
@@ -319,7 +319,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     hits: Natural = 0
     """Number of requests that reused a cached prefix in memory."""
     hit_tokens: Natural = 0
-    """Prompt tokens that these requests reused."""
+    """Prompt tokens that the requests of `hits` reused from memory."""
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0

@@ -49,7 +49,11 @@ class ModelOrderCode(StrEnum):
     INVALID = "invalid"
     """The order cannot be performed: an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"
-    """The model is loaded, another order works on the same repository, or memory is leased already."""
+    """The model is loaded, another order or process changes its repository, or memory is leased already.
+
+    Also: the node stops, or has its maximum of orders. Also, for a quantization: the node does not share, or has
+    another quantization in progress.
+    """
     INTERRUPTED = "interrupted"
     """A signal ended the process of the order. The received pieces stay on the disk."""
     NAME_TAKEN = "name_taken"
