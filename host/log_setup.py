@@ -2,6 +2,8 @@
 
 Events of this project and of libraries pass the same steps: repeats are counted (`log_dedup`), secrets are hidden
 (`redaction`), and the line is written. Exceptions are written without the values of variables.
+
+A child process has no file of its own: its events go to standard error, and repeats are not counted (`log_to_stderr`).
 """
 
 import contextlib
