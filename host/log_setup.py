@@ -2,6 +2,8 @@
 
 Events of this project and of libraries pass the same steps: repeats are counted (`log_dedup`), secrets are hidden
 (`redaction`), and the line is written. Exceptions are written without the values of variables.
+
+A child process has no file of its own: its events go to standard error, and repeats are not counted (`log_to_stderr`).
 """
 
 import contextlib
@@ -203,7 +205,8 @@ def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> 
 
     Control characters in the name of the event and in its fields are escaped.
 
-    The signature is that of a structlog processor. Rendered fields are removed from `event`.
+    The signature is that of a structlog processor. Of `event`, only the other fields remain: time, level, name of the
+    event, logger and exception are removed.
     """
     when = str(event.pop("timestamp", ""))
     with contextlib.suppress(ValueError):

@@ -1,7 +1,8 @@
 """Files in the folder of a node that have effect beyond its process: the pause, and the mark of a node that left.
 
-`cluster pause` on the Mac writes the pause, or the node on request of the coordinator. The node reads this file. The
-coordinator on the same Mac does not restart a node that left its cluster on purpose.
+The pause is a file, which the node reads. `cluster pause` on the Mac writes this file. The node writes it when the
+coordinator requests a pause. The other mark is for the coordinator on the same Mac: it restarts no node that left its
+cluster on purpose.
 """
 
 from pathlib import Path

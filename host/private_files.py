@@ -1,6 +1,6 @@
-"""Create folders and replace files that only this user can read, write files to the disk, and find the home folder.
+"""Create folders and replace files that only this user can read, and write files and folders to the disk.
 
-Open standard streams that are closed.
+Also: resolve `~` in paths, and open standard streams that are closed.
 """
 
 import fcntl

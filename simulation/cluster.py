@@ -2,7 +2,8 @@
 
 Frames travel one way in `latency` seconds and keep their order. A period of reports has `SLOTS` moments: each node
 reports at one of them. Reports of one moment reach the router as one view. An idle node reports every `IDLE_SECONDS`.
-Each member has the production state machine. The self-suspicion of the coordinator is not simulated.
+Each member has the production state machine. Not simulated: the rule by which the coordinator suspects its own network
+when half of the pool is silent (`coordinator.cluster.membership`).
 """
 
 import asyncio

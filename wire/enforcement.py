@@ -1,4 +1,7 @@
-"""Part of a node's report: readings and counts of the enforcer of the memory limit."""
+"""Part of a node's report: readings and counts of the enforcer.
+
+The enforcer is the part of the agent that orders an engine above its limits to free memory (`node.memory.enforcer`).
+"""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Refusals as values: code, message, the numbers of the decision, the next step, and when to retry.
+"""Refusals as values: code, message, the memory numbers, and the time of a retry. Also the codes of failures.
 
 A refusal is a normal answer. It does not open a circuit breaker and does not end other requests. STATUS suggests the
 HTTP status of each code; apart from that, only `router/errors.py` depends on HTTP.

@@ -1,7 +1,7 @@
 """Parts of a node's report: memory, models, engine and sharing. `wire.frames.Report` carries them.
 
-A node reports every `report_busy_seconds` while it is busy (setting, by default 0.5 s). The router places requests by
-the reports; pages and tables show them.
+A node reports every `report_busy_seconds` while busy, about every `report_idle_seconds` while idle, and after changes.
+The router places requests by the reports; the web page and the commands display them.
 
 Sizes are bytes, speeds are tokens per second, times are seconds. Fields are only appended, never reordered. A reader
 uses defaults for fields that an older node does not send, and ignores unknown fields.
@@ -68,27 +68,26 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
-    """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md). Sizes are in
-    bytes. If `phys` is None, `headroom` is None, and a node whose `guard` is True receives no new request."""
+    """Consistent memory reading of an engine, and the limits in force at that moment, in bytes (docs/memory.md)."""
 
     cap: Size = 0
-    """Memory that the engine may use."""
+    """Memory that the engine may use; 0 in an engine that has received no limits."""
     ceiling: Size = 0
     """Cap at this moment: lower while leases or other programs use memory."""
     margin: Size = 0
     """Part of the cap that is kept free for buffers of forwards."""
     phys: Size | None = None
-    """Footprint of the engine's process; None if it could not be read."""
+    """Footprint of the engine's process; None if unreadable: with `guard`, the node then receives no new request."""
     active: Size = 0
     """Active memory of MLX."""
     recent: Size = 0
     """Recent peak: highest memory in use in the last seconds."""
     current: Size | None = None
-    """Maximum of `active`, `phys` and `recent`."""
+    """Maximum of `active`, `phys` and `recent`; None if `phys` is None."""
     reserved: Size = 0
     """Bytes committed to admitted requests and to loads, and not yet in use."""
     headroom: Difference | None = None
-    """Bytes for new requests (`wire.capacity.arithmetic.compute_headroom`)."""
+    """Bytes for new requests (`compute_headroom`); negative above a limit, None if `phys` is None."""
     leases: Size = 0
     """Bytes leased to a video job or a quantization."""
     bound_by: Word = ""
@@ -100,9 +99,9 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint`, `scripted` or `modelled` (simulation); empty before a reading."""
     age: Seconds = 0.0
-    """Age of the reading when the report was written."""
+    """Age of the reading when the report was written, in seconds. In a node's report: of the engine's last report."""
     total: Size = 0
-    """Memory of the machine."""
+    """RAM of the machine in bytes, or the limit of its container if that is less; 0 if unreadable."""
     base: Size = 0
     """Footprint of the engine before any model is loaded. Requests cannot use these bytes."""
     reusable: Size = 0
@@ -117,7 +116,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
-    """A decode batch of a model. Rows are padded: the batch takes the memory of `rows` rows of `longest` tokens."""
+    """A decode batch of `rows` sequences of a model. Padded, it takes the memory of `rows` rows of `longest` tokens."""
 
     rows: Natural = 0
     longest: Tokens = 0
@@ -163,10 +162,10 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
 
     name: Word
     fingerprint: Word = ""
-    """Hash of the headers and of samples of the model's files (`version`)."""
+    """Hash of the configuration, and of headers and samples of the weights (`version`); empty if unknown."""
     loaded: bool = False
     weights: Estimate = 0
-    """Bytes of the weights."""
+    """Bytes of the weights in memory, also before they are loaded."""
     kv_per_token: Estimate = 0
     """Bytes of a row for each of its tokens. See `wire.capacity.batches.compute_row_bytes` for all fields of a row."""
     transient: Estimate = 0
@@ -176,11 +175,11 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     load_seconds: Real = 0.0
     """Duration of a load in seconds: measured for a loaded model, else expected."""
     prefill_speed: Real = 0.0
-    """Prompt tokens per second."""
+    """Prompt tokens per second; 0 before the first measurement, and for a model that is not loaded."""
     decode_speed: Real = 0.0
-    """Tokens per second of a row that decodes alone; see `ROW_COST`."""
+    """Tokens per second of a row that decodes alone; see `ROW_COST`. 0 has the same meaning as in `prefill_speed`."""
     bytes_per_token: Real = 4.0
-    """Measured bytes of request text per prompt token."""
+    """Measured bytes of request text per prompt token; a default before the first measurement."""
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Features that requests may use, such as `tools`. A model for embeddings or scores has only its kind here."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
@@ -196,7 +195,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     kv_window_per_token: Estimate = 0
     """Bytes of a row for each of the last `kv_window` tokens."""
     loading: bool = False
-    """Whether a load is in progress."""
+    """Whether a load is in progress or queued."""
     cause: Text = ""
     """Reason why the model cannot be loaded; empty if it can."""
     forward: TransientModel = TransientModel()
@@ -204,11 +203,11 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     profiled: bool = False
     """Whether the model was measured on this machine."""
     max_context: Natural = 0
-    """Tokens of the longest row that fits on the idle node."""
+    """Tokens of the longest row that fits on the idle node; 0 for a model that is not loaded."""
     max_batch: Natural = 0
-    """Rows of usual length that fit on the idle node."""
+    """Rows of usual length that fit on the idle node; 0 for a model that is not loaded."""
     observed: Estimate = 0
-    """Highest transient that was measured, in bytes."""
+    """Highest transient that was measured, in bytes; 0 before."""
     kv_waste: Size = MAX_WASTE_BYTES
     """Bytes of padding that a batch may always have."""
     progress: Real = 0.0
@@ -216,17 +215,17 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     residual: Estimate = 0
     """Maximum bytes by which a measured forward exceeded its estimate."""
     covered: Natural = 0
-    """Tokens of the largest prefill chunk that was measured."""
+    """Tokens of the largest prefill chunk that was measured; 0 if `profiled` is False."""
     covered_rows: Natural = 0
-    """Rows of the widest decode step that was measured."""
+    """Rows of the widest decode step that was measured; 0 for none."""
     uncovered: Estimate = 0
     """Bytes charged to a decode step of more than `covered_rows` rows; 0 if the margin in force covers all steps."""
     pinned: bool = False
     """Whether the model is preloaded and never unloaded for another one."""
     content: Word = ""
-    """Hash of the content of the model's files; empty until they are hashed."""
+    """Hash of the content of the model's files that change answers; empty until they are hashed."""
     quantization: Word = ""
-    """Quantization of the weights, such as `4-bit`, or the type of unquantized weights, such as `bf16`."""
+    """Quantization of the weights: `4-bit`, a method such as `fp8`, or `16-bit floats`; empty from an older node."""
     stored: Size = 0
     """Bytes of the model's files on the disk."""
     used: Seconds = 0.0
@@ -319,7 +318,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     hits: Natural = 0
     """Number of requests that reused a cached prefix in memory."""
     hit_tokens: Natural = 0
-    """Prompt tokens that these requests reused."""
+    """Prompt tokens that the requests of `hits` reused from memory."""
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0
@@ -392,8 +391,9 @@ class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     when: Word = ""
     """Rule: `always`, `plugged-in`, `idle` or `hours`; empty from a node that cannot be paused."""
     paused: bool = False
+    """Whether the node accepts no work, by the rule or by a pause."""
     why: Text = ""
-    """Reason of the pause."""
+    """Reason why the node accepts no work; empty if it accepts work."""
     until: Real | None = None
     """Unix time at which the pause ends, by the node's clock; None if unknown, or if a person must end it."""
     by_hand: bool = False

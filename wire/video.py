@@ -126,12 +126,13 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """`granting`, `granted` (no worker), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` (the worker
     is being stopped) or `ended` (released; kept until the coordinator acknowledges it)."""
     progress: Natural = 0
-    """Completed percent of the job."""
+    """Completed percent of the job; 100 for an ended lease, also after a failure."""
     step: Natural = 0
-    """Current denoising step of `steps`."""
+    """Number of completed denoising steps; equal to `steps` for an ended lease."""
     steps: Natural = 0
+    """Number of denoising steps; 0 if unknown."""
     footprint: Size = 0
-    """Footprint of the worker's processes at the last check, in bytes."""
+    """Footprint of the worker's processes at the last check, in bytes; 0 without a worker."""
     peak: Size = 0
     """Highest footprint of the worker's processes so far, in bytes."""
 
@@ -142,13 +143,13 @@ class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
     ready: bool = False
     """Whether the node can accept a lease."""
     cause: Text = ""
-    """Reason why the node is not ready, with the next step."""
+    """Reason why the node is not ready, with the next step; empty if it is ready."""
     ray: Word = ""
     """Id of the node's Ray cluster; empty while it does not run."""
     packages: Annotated[tuple[VideoPackage, ...], Meta(max_length=MAX_MODELS)] = ()
     leases: Annotated[tuple[LeaseState, ...], Meta(max_length=MAX_ITEMS)] = ()
     ray_cause: Text = ""
-    """Reason why Ray does not run."""
+    """Reason why Ray does not run; empty if it runs or is not needed."""
     allowed: bool | None = None
     """Whether the coordinator allows the node to make videos; None from an older node without a Ray of its own."""
 

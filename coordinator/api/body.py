@@ -1,6 +1,6 @@
 """Request bodies of the control plane: read after the key was checked, within the route's limit, in strict mode.
 
-Unknown fields are refused, as on the inference routes.
+A body with an unknown field is refused. The inference routes do that only with `router.unknown_fields = "refuse"`.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Commands that end after their response, for clients that must not wait for minutes, such as the page.
 
-A browser opens at most six connections to a host. A request with the header `Prefer: respond-async` (RFC 7240) is
-therefore answered with 202 at once. The section `commands` of `/api/v1/live` reports the end of the command.
+A browser opens at most six connections to a host. On `deferrable` routes (`route.Route`), a command with `Prefer:
+respond-async` (RFC 7240) is therefore answered with 202 at its start. The answer is 429 while `MAX_RUNNING` such
+commands run. The section `commands` of `/api/v1/live` reports the end of a command.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Limits for label values that nodes send. A node that changes its texts in every report creates no new series.
 
-Texts of a node (model names; chip, system and version together) are admitted in order of arrival. Their number is
-bounded for as long as the coordinator runs. A later text becomes `OTHER`, or has no series.
+Texts of a node (model names; chip, system and version together) are admitted in order of arrival, up to a number for
+each node. An admitted text counts until its node is removed or the coordinator restarts. A later text becomes `OTHER`,
+or has no series.
 """
 
 from collections.abc import Hashable, Iterable

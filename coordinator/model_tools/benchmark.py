@@ -46,7 +46,10 @@ class RequestSender(Protocol):
     """Part of the dispatcher that a benchmark uses."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request and return it. The caller must `close` the request."""
+        """Submit `spec` and return its request, which has already ended if it is refused.
+
+        The caller must `close` the request.
+        """
         ...
 
     def close(self, request: ActiveRequest) -> None:

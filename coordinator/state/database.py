@@ -6,8 +6,10 @@ flush()` returns after all changes up to now are on disk. Code that issues a cer
 
 While the disk takes no changes, for example because it is full, every change raises `StoreError`. The change is in
 memory, and is written in its order as soon as the disk takes changes. Reads work, and the pool keeps serving.
-A value that the database cannot hold ends the writing until a restart. Any other error of the writer thread calls
-`on_death`, which ends the coordinator. Every `flush` after such an error ends with `StoreError`.
+
+Writing ends until a restart after a value that the database cannot hold. The same holds above
+`store_writer.MAX_UNWRITTEN` unwritten changes. All unwritten changes are then lost. Any other error of the writer
+thread calls `on_death`, which ends the coordinator. Every `flush` after one of these errors ends with `StoreError`.
 """
 
 import sqlite3

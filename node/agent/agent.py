@@ -7,7 +7,8 @@ Covers: the frames of the coordinator and which part of the node they concern. D
 Rules
 - When a link ends, the agent cancels the requests that came over it.
 - Lost links unload no model.
-- A paused Mac (`node.sharing.policy`) refuses work for the engine, except to unload a model or clear the cache.
+- A Mac that does not share (`node.sharing.policy`) refuses requests and commands for the engine. It still unloads
+  models and clears caches.
 """
 
 import asyncio

@@ -1,6 +1,8 @@
-"""Child process that hashes the files of a model: `python -m node.hub.verifier`.
+"""Child process that hashes and verifies the files of a model: `python -m node.hub.verifier`.
 
 The order is a line of the standard input (`VerifyOrder`). The digests are stored for the agent (`node.hub.digests`).
+In the Hugging Face cache, each digest is compared with the name of the blob. If one differs, the order ends as
+`content_mismatch`.
 The process runs with low priority, and reads at most `max_bytes_per_second`.
 """
 

@@ -1,8 +1,8 @@
 """Values of memory readings, and the recent peak of a process.
 
 An unreadable footprint is None, never 0, because no request starts while the footprint is unknown. Readings are taken
-between forwards. Margin and estimate cover the peak inside a forward (`wire.capacity.arithmetic`), which would count
-twice as a reading.
+between forwards. The margin and the estimate of a request cover the peak inside a forward
+(`wire.capacity.arithmetic`). A reading during the peak would count it twice.
 """
 
 from dataclasses import dataclass

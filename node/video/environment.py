@@ -210,7 +210,10 @@ def run_command(command: Sequence[str], otherwise: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build the environment of this machine and print its folder as JSON. Return the exit code; 1 after an error."""
+    """Build the environment of this machine unless it exists, and print its folder and engine version as JSON.
+
+    Return the exit code: 0, or 1 after an error. Raise `SystemExit` for invalid arguments.
+    """
     parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="folder of the environments")
     parser.add_argument("--wheelhouse", type=Path, help="install all packages from this folder, without the network")

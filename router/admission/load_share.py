@@ -1,4 +1,7 @@
-"""Requested work of each API key in tokens, updated as requests come and go; finds keys far above their share."""
+"""Expected tokens of the open requests of each API key, to find greedy keys.
+
+A key is greedy if it has more than `FAIR_SHARE_FACTOR` times its share of the tokens of all keys.
+"""
 
 from wire.capacity.fairness import WeightedKey
 

@@ -4,13 +4,13 @@ Theory. A queued request has no node: a request is placed when it is tried, with
 is a deficit round robin over tokens: every key earns `QUANTUM_TOKENS` times its weight per round. A key with long
 prompts or with many requests gets no more than its share of work, and no key starves. Within a key the order is first
 in, first out, but a request that does not fit now does not block the requests behind it. After `MAX_OVERTAKES`
-overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (`keep` of an attempt), because it would
-otherwise be overtaken without end.
+overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (argument `keep` of `attempt`), because it
+would otherwise be overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) requests without a setting, a quarter of that per key but at least 16.
-A longer queue only turns a refusal now into a refusal after the deadline. A key that waits alone may have the whole
-queue but one share, as long as the recent pace serves all its requests in time. In simulated bursts of 30 requests by
-one key, a third fewer are refused.
+A longer queue only turns a refusal now into a refusal after the deadline. While no other key waits, a key may fill the
+queue except for one share. The recent pace must then serve all its requests in time. This rule reduces refusals by a
+third in simulated bursts of 30 requests by one key.
 """
 
 import math

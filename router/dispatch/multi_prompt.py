@@ -153,8 +153,10 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
         return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
     def take_deltas(self) -> list[Delta]:
-        """Return pending deltas of all requests with consecutive choice numbers. Deltas of an unknown choice are left
-        out."""
+        """Take the pending deltas of all requests, with choices renumbered consecutively across the requests.
+
+        Omit deltas whose choice is outside the range of their request.
+        """
         taken: list[Delta] = []
         for at, answer in enumerate(self._answers):
             base = at * self._choices

@@ -128,7 +128,8 @@ class NodeView:
     def is_loading(self, model: Model) -> bool:
         """Return whether the node is loading `model` and its report already counts the weights.
 
-        Loads run one at a time. Where several models are loading, the report does not show which load has begun.
+        Return False if several models are loading: loads run one at a time, and the report does not show which has
+        begun.
         """
         return model.loading and not any(other.loading and other.name != model.name for other in self.models.values())
 

@@ -54,7 +54,7 @@ MAX_RETRY_SECONDS = 60.0
 UNKNOWN_RETRY_SECONDS = 2.0
 """Retry-After in seconds where no estimate exists: two reports of an idle node."""
 QUEUE_BACKLOG_SECONDS = 5.0
-"""Seconds of queued prompts on the best node from which a request of a greedy key is queued.
+"""Prefill backlog of the best node, in seconds, above which a request of a greedy key is queued.
 
 A greedy key requests far more than its share. Nodes are fair between keys, but their memory is reserved in order of
 arrival. Without this rule such a key fills the memory, and other keys find none. Chosen by `cluster simulate

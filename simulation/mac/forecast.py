@@ -1,4 +1,7 @@
-"""Forecast of the clairvoyant router: room on a node, and the time to a first token if no further request arrives."""
+"""Forecast for one node: room, and the time to a first token if no further request arrives.
+
+The clairvoyant router uses it (`simulation.routers`), which knows every answer's length.
+"""
 
 from collections.abc import Callable, Sequence
 

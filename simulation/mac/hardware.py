@@ -1,9 +1,10 @@
 """Speeds and memory of Macs, as far as placement needs them: prefill, decode, Metal's share of the memory.
 
 Speeds are measurements of llama.cpp's users for a model of 7 billion parameters in 4 bits on Apple chips. Source: the
-public table of llama.cpp for Apple Silicon, with prompts of 512 tokens and answers of 128. MLX differs by some tens of
-per cent, as do machines; the ratio between them matters here. Prefill is bound by compute: it scales with the active
-parameters. Decode is bound by memory reads: the same parameters, and the cached rows.
+public table of llama.cpp for Apple Silicon, with prompts of 512 tokens and answers of 128. Speeds of MLX differ by
+some tens of per cent, as do those of machines; only the ratio between chips matters here. Prefill is bound by compute:
+its time grows with the active parameters. Decode is bound by memory reads: the active parameters, and the KV caches of
+all running sequences.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ MEASURED_BILLIONS = 6.74
 MEASURED_BYTES = 3.83e9
 """Bytes of the measured model's weights."""
 BATCH_COST = 0.15
-"""Share of the time of the weights in a decode step that each further row adds."""
+"""Time that each further row adds to a decode step, as a share of the time to read the weights."""
 METAL_SHARE = 0.75
 """Metal's wired limit of a Mac with more than `METAL_SMALL` bytes of memory, as a share of the memory. The limit is the
 default cap of a node, because no other term is lower."""

@@ -101,7 +101,7 @@ class SimulatedNode:
         return self._memory.highest
 
     def read_memory(self) -> Memory:
-        """Return the memory at this moment, with the KV of running requests as reserved (`NodeMemory.read`)."""
+        """Return the memory at this moment. The KV of running requests counts as `reserved`, not as `active`."""
         return self._memory.read(self._loop.time())
 
     def _list_queued(self) -> list[ScriptedSequence]:

@@ -1,11 +1,12 @@
 """Memory arithmetic: headroom, the default margin, and whether an allocation fits on a node.
 
-It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of transients,
-tokenization, requests and model loads; `batches` computes those of decode batches.
+The module defines current, headroom, predicted, the default margin and the memory level. Functions compute the bytes of
+transients (buffers during a forward), tokenization, requests and model loads; `batches` computes those of decode
+batches.
 
-The engine's gate, preflight, joins, model loads, leases and the router's placement all use these functions on the same
-fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
-`node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
+The gate of the engine uses these functions for prefills, rows that join a decode batch, and model loads. Leases and the
+router's placement use the same functions on the same fields. Router and gate therefore agree about the same reading;
+property tests check that. Readings are in `node/memory`, the origin of a cap is in `node/memory/cap`. The formulas:
 
     current   = max(active, phys, recent)                 unreadable phys → None → refuse
     occupied  = max(0, current − reusable)                reusable is 0 on the node itself

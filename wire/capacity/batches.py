@@ -1,4 +1,7 @@
-"""KV memory of decode batches, whose rows are padded to the longest: bytes of a row, of a batch, and of a join."""
+"""KV memory of decode batches, whose rows (sequences) are padded to the longest.
+
+The functions compute the bytes of a row, of a batch, and of a row that joins a batch.
+"""
 
 from collections.abc import Iterable, Sequence
 

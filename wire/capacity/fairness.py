@@ -4,10 +4,11 @@ The queue before placement is fair between keys, but placed requests wait again 
 A field `weighted_key` is an API key: an opaque name and a weight. The empty name is a key of its own. Three rules apply
 on the node.
 
-Rows. A free row goes to the key with the lowest number of rows divided by its weight, and to the oldest request of
-that key. First come, first served would let a key with a hundred short requests delay the requests of all other keys.
-Simulated time to first token of a chat at the same time (`chatty.toml`): 140 s first come, first served, 4 s with this
-rule. Rows are not reserved for absent keys. docs/simulation.md describes the scenarios.
+Rows. A row is one sequence of a decode batch. A free row goes first to a request whose answer has begun. Otherwise the
+row goes to the key with the lowest number of rows divided by its weight, and to the oldest request of that key. First
+come, first served would let a key with a hundred short requests delay the requests of all other keys. Simulated time to
+first token of a chat at the same time (`chatty.toml`): 140 s first come, first served, 4 s with this rule. Rows are not
+reserved for absent keys. docs/simulation.md describes the scenarios.
 
 Prefill. Turns alternate between the shortest and the oldest prompt: short prompts start soon, and long prompts do not
 starve. A key with more than CROWDED_PROMPTS prompts would however delay the long prompts of other keys. On such a node

@@ -1,4 +1,7 @@
-"""Frames of requests for embeddings, which end with Finished, Refusal or Failed as all requests do."""
+"""Frames of requests for embeddings and for the scores of documents (rerank).
+
+They end with Finished, Refusal or Failed, as all requests do.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated

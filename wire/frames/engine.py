@@ -56,7 +56,7 @@ class ReduceMemory(Frame, frozen=True, array_like=True, gc=False):
     level: MemoryLevel
     """OVER_SOFT or OVER_HARD."""
     excess: Difference = 0
-    """Bytes above cap − leases, with OVER_HARD."""
+    """Bytes above cap − leases, with OVER_HARD; 0 with OVER_SOFT."""
 
 
 class ReclaimMemory(Frame, frozen=True, array_like=True, gc=False):
@@ -132,4 +132,4 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     metal_limit: Size = 0
     """Metal limit: the most memory in bytes that the Metal device recommends to use; 0 if unknown."""
     wired: Size = 0
-    """Bytes that MLX may keep wired."""
+    """Bytes that MLX may keep wired; 0 for none."""

@@ -49,13 +49,13 @@ class Enroll(Frame, frozen=True, array_like=True, gc=False):
     """Machine id."""
     hardware: Hardware
     token: Text = ""
-    """Id of the join token."""
+    """Id of the join token; empty without one."""
     mac: Blob = b""
-    """`wire.join_token.compute_request_mac` of `csr` under the key of the token."""
+    """`wire.join_token.compute_request_mac` of `csr` under the key of the token; empty without a token."""
     opening: Blob = b""
-    """Nonce to which `EnrollStart.commitment` committed."""
+    """Nonce to which `EnrollStart.commitment` committed; empty with a token."""
     certificate: Blob = b""
-    """Earlier certificate of the machine in DER."""
+    """Earlier certificate of the machine in DER; empty without one."""
     proof: Blob = b""
     """Signature of `wire.join_token.build_rejoin_text` by the key of `certificate`; empty without a certificate."""
 
@@ -64,7 +64,7 @@ class EnrollPending(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: wait until a person approves the short code."""
 
     seconds: Seconds
-    """Time after which the request expires."""
+    """Seconds after which the request expires."""
 
 
 class Enrolled(Frame, frozen=True, array_like=True, gc=False):

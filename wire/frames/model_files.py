@@ -45,11 +45,15 @@ class ModelOrderCode(StrEnum):
     SOURCE_LOST = "source_lost"
     """No source can be reached any more. The received pieces stay on the disk."""
     CONTENT_MISMATCH = "content_mismatch"
-    """The content does not have the digest of the manifest."""
+    """The content does not have the digest of the manifest, or in a verification that of its blob name."""
     INVALID = "invalid"
-    """The order cannot be performed: an unsafe manifest, or a folder that the node may not change."""
+    """The order cannot be performed, for example an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"
-    """The model is loaded, another order works on the same repository, or memory is leased already."""
+    """The model is loaded, another order or process changes its repository, or memory is leased already.
+
+    Also: the node stops, or has its maximum of orders. Also, for a quantization: the node does not share, or has
+    another quantization in progress.
+    """
     INTERRUPTED = "interrupted"
     """A signal ended the process of the order. The received pieces stay on the disk."""
     NAME_TAKEN = "name_taken"
@@ -153,18 +157,18 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     phase: Word
     """A `ModelOrderPhase`, or the phase of a newer node."""
     done: Size = 0
-    """Bytes done so far: on the disk for a pull, hashed for a verification, sent by a mirror, or written as quantized
+    """Bytes done so far in the phase: compared, on the disk, hashed, sent by a mirror, or computed as quantized
     weights."""
     total: Size = 0
-    """Bytes of `done` at the end of the order or phase; 0 if unknown."""
+    """Bytes of `done` at the end of the order or phase; for a mirror the bytes of all files. 0 if unknown."""
     speed: Real = 0.0
-    """Bytes per second of the last seconds."""
+    """Bytes per second: of the last seconds in a download, on average in other orders; 0 if not measured."""
     source: Text = ""
-    """URL of the source in use, without its token."""
+    """URL of the source in use, without its token; empty without one."""
     addresses: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """URLs at which a mirror listens."""
+    """URLs at which a mirror listens; empty for other orders."""
     fetched: Size = 0
-    """Bytes received over the network since the start of the order."""
+    """Bytes received over the network since the start of the order; 0 for orders other than a pull."""
     message: ErrorText = ""
     """Fault from which the node recovers, such as a lost source; empty without one."""
     from_mirror: bool = False
@@ -181,14 +185,14 @@ class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     """Reason with the next step; empty after `completed`."""
     content: Word = ""
-    """Content hash of the model (`ModelVersion.content`), if it was verified; else empty."""
+    """Content hash of the model (`ModelVersion.content`), if its files were hashed; else empty."""
     fetched: Size = 0
-    """Bytes received over the network."""
+    """Bytes received over the network; 0 for orders other than a pull."""
     freed: Size = 0
-    """Bytes of disk that the order freed."""
+    """Bytes of disk that the order freed; 0 for orders other than a removal."""
     retry_after: Seconds = 0.0
     """Minimum seconds before the next try; 0 if unknown."""
     stored: Size = 0
-    """Bytes of the weights of a quantized model."""
+    """Bytes of the weights of a quantized model; 0 for other orders and ends."""
     peak: Size = 0
-    """Highest measured footprint of the process that quantized, in bytes."""
+    """Highest measured footprint of the process that quantized, in bytes; 0 for other orders, or without a reading."""

@@ -135,13 +135,19 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     max_tokens: Tokens | None = None
     """Maximum generated tokens of each choice; None for the limit of the node, at most the context."""
     temperature: Real | None = None
+    """Divisor of the logits; 0: the most likely token."""
     top_p: Real | None = None
+    """Cumulative probability of the tokens to draw from; 1: of all tokens."""
     seed: Signed | None = None
+    """Seed of the draws; None for a random one."""
     stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Stop strings, which end a choice."""
     n: Natural = 1
     """Number of choices."""
     top_k: Signed | None = None
+    """Number of most likely tokens to draw from; 0 or less: all tokens."""
     min_p: Real | None = None
+    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum."""
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
@@ -181,8 +187,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     template: Long = ""
     """JSON object of further variables of the chat template; empty for none."""
     resume: Annotated[tuple[Ids, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Token ids by choice that another node has generated. The engine continues after them and does not send their
-    text; usage counts them."""
+    """Token ids by choice that another node has generated; empty for a new answer. The engine continues after them and
+    does not send their text; usage counts them."""
     text: Long = ""
     """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
@@ -319,7 +325,7 @@ def split_deltas(deltas: Sequence[Delta]) -> list[Frame]:
 
 
 class Timings(WireStruct, frozen=True, array_like=True, gc=False):
-    """Durations in seconds of the phases of a request on the node: queued, prefill and decode."""
+    """Durations in seconds of the phases of a request on the node: queued, prefill and decode; 0 for commands."""
 
     waiting: Seconds = 0.0
     prefill: Seconds = 0.0
@@ -333,8 +339,9 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
     """Finish reason of each choice: `stop`, `length` or `tool_calls`; no items for embeddings, scores and commands."""
     prompt_tokens: Tokens
+    """Exact number of prompt tokens; 0 for commands other than CountTokens."""
     completion_tokens: Tokens
-    """Generated tokens of all choices."""
+    """Generated tokens of all choices, with those of `Generate.resume`; 0 without an answer to generate."""
     cached_tokens: Tokens = 0
     """Prompt tokens that the prefix cache supplied."""
     timings: Timings = Timings()

@@ -1,4 +1,7 @@
-"""Frames of the link between node and coordinator: greeting, heartbeat, certificates, and files on request."""
+"""Frames of the link itself: greeting, reports, pings, certificates, fetches of files, pause, and fragments.
+
+Other modules have the frames that the link carries for requests, model files and video jobs.
+"""
 
 from enum import StrEnum
 from typing import Annotated
@@ -50,7 +53,8 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     takeover: bool = False
     """Whether this link replaces the link of the same instance without ending its requests."""
     generation: Number = 0
-    """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
+    """Highest generation that the node has received in Welcome; 0 before the first. A coordinator with a lower one is
+    outdated."""
     seal: Blob = b""
     """Signature of `generation` by the CA, from `Welcome.seal`; empty before the first Welcome with a signature."""
     frames: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
@@ -102,7 +106,7 @@ class Denied(Frame, frozen=True, array_like=True, gc=False):
     final: bool = False
     """Whether a retry has the same result until a person acts."""
     retry_after: Seconds = 0.0
-    """Minimum seconds before the next try."""
+    """Minimum seconds before the next try; 0 for no minimum."""
 
 
 class Report(Frame, frozen=True, array_like=True, gc=False):
@@ -178,15 +182,16 @@ class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
 
 
 class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: request a window of a file or of measurements: the bytes from `offset`, at most `limit`.
+    """Coordinator → node: request a window of a file (the bytes from `offset`, at most `limit`), or all measurements.
 
-    Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
+    Long files are requested in windows. A slow reader then neither delays other readers nor fills memory.
     """
 
     number: Number
     """Number of the request, which its answers repeat."""
     source: Text
-    """`logs`, `metrics` or `artifact:LEASE/NAME`."""
+    """`logs`, `artifact:LEASE/NAME` or `metrics`. The answer to `metrics` is all of `NodeMeasures` as msgpack: `offset`
+    and `limit` have no effect."""
     offset: Difference = 0
     """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0. If a log was
     rotated since, such an offset is one of the rotated file instead."""
@@ -199,16 +204,18 @@ class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
     frame."""
 
     number: Number
-    """Number of the request."""
+    """Number of the request; 0 in the answer to a MemberQuery."""
     payload: Blob
+    """Next bytes of the answer; may be empty in the last part."""
     last: bool = False
     """Whether this is the last part."""
     error: ErrorText = ""
     """Error that ended the answer; empty without an error."""
     next: Size = 0
-    """Offset of the next window; 0 after the last."""
+    """In the last part: offset of the next window, 0 if the file has no more bytes. 0 in other parts."""
     end: Size = 0
-    """Offset of the byte after this window. A reader that follows a log continues there."""
+    """In the last part: offset of the byte after this window. A reader that follows a log continues there. Else 0:
+    in other parts, for measurements, and after the rest of a rotated log, because the new log follows."""
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):

@@ -1,4 +1,7 @@
-"""Frames of memory leases for video jobs. The coordinator requests a lease, the node grants or refuses it."""
+"""Frames of memory leases for video jobs, and of the permission for them.
+
+The coordinator requests a lease, the node grants or refuses it.
+"""
 
 from typing import Annotated
 
@@ -84,7 +87,7 @@ class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
     retry_after: Seconds = 0.0
     """Seconds after which a retry can succeed; 0 if a retry has the same result."""
     waiting_for: Text = ""
-    """Condition on which the node can grant the lease, as text for a person."""
+    """Condition on which the node can grant the lease, as text for a person; empty without one."""
 
 
 class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
@@ -100,9 +103,10 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     """Text for a person about the end; may be empty."""
     artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Files of the clip; empty if the job has not completed."""
     peak: Size = 0
-    """Highest footprint of the worker in bytes."""
+    """Highest footprint of the worker in bytes; 0 without a reading."""
     seconds: Seconds = 0.0
-    """Lifetime of the worker in seconds."""
+    """Lifetime of the worker in seconds; 0 without a worker."""
     made: Blob = b""
-    """JSON object of the properties of the clip: width, height, frames, fps, seed, …"""
+    """JSON object of the properties of the clip: width, height, frames, fps, seed, …; empty without a clip."""

@@ -37,7 +37,7 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str = ""
     """`model_type` of the model's config."""
     quantization: str = ""
-    """Quantization of the weights, such as `4-bit`, or else the type of their numbers."""
+    """Quantization of the weights for display, as in `Model.quantization`."""
     weights: int = 0
     """Bytes of the tensors once loaded."""
     stored: int = 0

@@ -12,7 +12,7 @@ class VersionGrade(StrEnum):
     """Grade of the identity of two versions."""
 
     CONTENT = "content"
-    """All bytes of the files are equal."""
+    """All bytes of the files that change answers are equal."""
     SAMPLED = "sampled"
     """Configuration, tokenizer, headers and samples of every tensor are equal; not all files are hashed yet."""
     DIFFERS = "differs"
@@ -23,9 +23,9 @@ class ModelVersion(NamedTuple):
     """Version of a model on one node."""
 
     fingerprint: str = ""
-    """Hash of headers and samples; empty if unknown."""
+    """Hash of configuration, headers and samples; empty if unknown."""
     content: str = ""
-    """Hash of the content of all files; empty until the files are hashed."""
+    """Hash of the content of all files that change answers; empty until they are hashed."""
 
     def is_same(self, other: "ModelVersion") -> bool:
         """Return whether both versions are the same model, by content or by samples (`compare`)."""

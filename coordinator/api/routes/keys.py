@@ -1,4 +1,4 @@
-"""Routes of API keys: creation, limits and usage."""
+"""Routes of API keys: creation, limits, name, expiry, rotation, revocation and usage."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

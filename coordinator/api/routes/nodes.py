@@ -1,4 +1,4 @@
-"""Routes of nodes: their state, cordon, drain, pause, labels and removal."""
+"""Routes of nodes: their state, log, cordon, drain, pause, permission for videos, labels and removal."""
 
 import time
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""Routes of the pool as a whole: status, conditions and settings."""
+"""Routes of the pool as a whole: status, version, conditions, load history, settings, and the HTTPS CA."""
 
 import time
 from typing import Annotated, Any

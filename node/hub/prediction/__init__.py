@@ -1,1 +1,1 @@
-"""Prediction of a model from the metadata of its repository."""
+"""Prediction of the memory and the properties of a model from the metadata of its repository."""

@@ -1,4 +1,4 @@
-"""Prediction of a model from its metadata, before its weights are downloaded.
+"""Prediction of the memory and the properties of a model, before its weights are downloaded.
 
 The small files and the headers of the weights are put into a temporary folder. The weights are sparse files of the full
 size, whose tensors read as zeros. The catalogue describes that folder as it will describe the downloaded model.

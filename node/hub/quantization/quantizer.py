@@ -112,8 +112,10 @@ class Quantizer:
         run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
         report: Callable[[ChildProgress], None],
     ) -> ChildEnd:
-        """Quantize a model as ordered, and return the end of the order. `run_child` runs the child, unless the order is
-        cancelled. `report` gets its progress.
+        """Quantize a model as ordered, and return the end of the order.
+
+        `run_child` runs the conversion process and returns its end. It is not called if the node stops sharing first.
+        `report` receives the progress of the order.
 
         Raise `ModelFileError` if the order cannot be performed, `OSError` if weights cannot be read or the result
         cannot be written. Raise `ValueError` if the weights of a Dense layer are invalid.

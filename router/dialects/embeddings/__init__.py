@@ -1,1 +1,1 @@
-"""Embeddings in the shapes of OpenAI and Ollama."""
+"""Embedding routes in the API formats of OpenAI and Ollama."""

@@ -1,4 +1,4 @@
-"""Answers with embeddings, in the shapes of OpenAI and Ollama.
+"""Answers with embeddings, in the API formats of OpenAI and Ollama.
 
 Each vector is encoded in a call of its own: the answer is built in the worker thread, whose calls must be short. A
 number in single precision is written as the same number in double precision, so that no digit is lost.

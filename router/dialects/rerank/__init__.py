@@ -1,1 +1,1 @@
-"""Rerank in the shapes of Jina and Cohere."""
+"""Rerank routes in the API formats of Jina and Cohere."""

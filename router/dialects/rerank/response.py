@@ -1,4 +1,4 @@
-"""Answers with the scores of documents, in the shapes of Jina and Cohere."""
+"""Answers with the scores of documents, in the API formats of Jina and Cohere."""
 
 import struct
 from collections.abc import Sequence

@@ -107,7 +107,10 @@ def _convert_whole_number(value: object) -> object:
 WHOLE = BeforeValidator(_convert_whole_number)
 """Validator of whole numbers that accepts `100.0`. Clients in languages without whole numbers write them this way."""
 NO_LIMIT = -1
-"""Value of `max_tokens` for an answer without a limit, as in LM Studio and llama.cpp."""
+"""Value of `max_tokens` with which a body sets no limit, as in LM Studio and llama.cpp.
+
+The limit of the profile applies, or else `engine.mlx.max_tokens` of the node.
+"""
 RANDOM_SEED = -1
 """Seed that requests a random one, as in Ollama, vLLM, llama.cpp and LM Studio."""
 

@@ -1,4 +1,8 @@
-"""Rules for API keys that request far more than their share: their requests wait where many prompts are ahead."""
+"""Rules for API keys that request far more than their share.
+
+Their requests are queued instead of placed on a node with many queued prompts. At its deadline such a request is
+refused if it would use memory that is kept for other keys.
+"""
 
 from router.admission.load_share import LoadShare
 from router.dispatch.active_request import ActiveRequest

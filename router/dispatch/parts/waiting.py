@@ -1,4 +1,7 @@
-"""Waiting requests: the queue before placement, holds of memory for its heads, deadlines, and retries."""
+"""Waiting requests: the queue before placement, deadlines, retries, and holds.
+
+A hold keeps memory of a node for a queued request (`router.placement.reservations`).
+"""
 
 from collections.abc import Callable, Iterable
 
