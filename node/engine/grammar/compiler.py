@@ -54,6 +54,8 @@ MAX_CACHED_GRAMMARS: Final = 64
 """Maximum number of cached compiled grammars of all models; a usual one takes 100 kB."""
 MAX_CACHED_REFUSALS: Final = 256
 """Maximum number of cached refusals of grammars."""
+ANY_GUIDE: Final = 0
+"""Key of refusals by the sandbox process, which do not depend on a tokenizer. Other keys are ids of guides."""
 
 
 class GrammarCompiler:
@@ -65,7 +67,7 @@ class GrammarCompiler:
         self._vetting = vetting or SandboxClient()
         self._guides: dict[int, GrammarGuide] = {}
         self._cached: OrderedDict[tuple[int, bytes], LLMatcher] = OrderedDict()
-        self._refusals: OrderedDict[bytes, str] = OrderedDict()
+        self._refusals: OrderedDict[tuple[int, bytes], str] = OrderedDict()
 
     def compile(
         self, tokenizer: Tokenizer, spec: GrammarSpec, tools: str, prompt: TokenizedPrompt, *, one_call: bool
@@ -109,6 +111,7 @@ class GrammarCompiler:
         self._guides = {number: guide for number, guide in self._guides.items() if number in wanted}
         guides = set(map(id, self._guides.values()))
         self._cached = OrderedDict(entry for entry in self._cached.items() if entry[0][0] in guides)
+        self._refusals = OrderedDict(entry for entry in self._refusals.items() if entry[0][0] in {ANY_GUIDE, *guides})
 
     def _get_guide(self, tokenizer: Tokenizer) -> "GrammarGuide":
         guide = self._guides.get(id(tokenizer))
@@ -128,31 +131,33 @@ class GrammarCompiler:
         matcher = self._cached.get(key)
         if matcher is None:
             self._vet(plain, digest)
-            matcher = self._cached[key] = self._compile_matcher(guide, render(), digest)
+            if key in self._refusals:
+                raise UnsupportedSchema(PREFIX + join_lines(self._refusals[key]))
+            matcher = self._cached[key] = self._compile_matcher(guide, render(), key)
             while len(self._cached) > MAX_CACHED_GRAMMARS:
                 self._cached.popitem(last=False)
         self._cached.move_to_end(key)
         return matcher
 
     def _vet(self, grammar: str, digest: bytes) -> None:
-        wrong = self._refusals.get(digest)
+        wrong = self._refusals.get((ANY_GUIDE, digest))
         if wrong is None:
             wrong = self._vetting.find_fault(grammar)
             if wrong:
-                self._cache_refusal(digest, wrong)
+                self._cache_refusal((ANY_GUIDE, digest), wrong)
         if wrong:
             raise UnsupportedSchema(PREFIX + join_lines(wrong))
 
-    def _compile_matcher(self, guide: "GrammarGuide", grammar: str, digest: bytes) -> LLMatcher:
+    def _compile_matcher(self, guide: "GrammarGuide", grammar: str, key: tuple[int, bytes]) -> LLMatcher:
         matcher = LLMatcher(guide.ll_tokenizer, grammar, log_level=0, limits=LIMITS)
         wrong = find_fault(matcher)
         if wrong:
-            self._cache_refusal(digest, wrong)
+            self._cache_refusal(key, wrong)
             raise UnsupportedSchema(PREFIX + join_lines(wrong))
         return matcher
 
-    def _cache_refusal(self, digest: bytes, wrong: str) -> None:
-        self._refusals[digest] = wrong
+    def _cache_refusal(self, key: tuple[int, bytes], wrong: str) -> None:
+        self._refusals[key] = wrong
         while len(self._refusals) > MAX_CACHED_REFUSALS:
             self._refusals.popitem(last=False)
 

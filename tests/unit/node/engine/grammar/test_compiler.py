@@ -316,3 +316,19 @@ def test_the_newest_refusals_are_remembered(tokenizer: Tokenizer, asked: Asked, 
             made.compile(tokenizer, GrammarSpec("regex", f"({number}"), "", PROMPT, one_call=False)
         found.append(len(asked.grammars) - before)
     assert found == [1, 1, 1, 0, 0, 1], "the oldest one is asked again"
+
+
+def test_a_refusal_by_one_tokenizer_is_remembered_for_that_tokenizer_alone(
+    tokenizer: Tokenizer, asked: Asked, monkeypatch: pytest.MonkeyPatch
+):
+    made, other, faults = GrammarCompiler(asked), load(models.path("llama")), ["unknown special token", ""]
+    monkeypatch.setattr("node.engine.grammar.compiler.find_fault", lambda _: faults.pop(0))
+    spec = GrammarSpec("regex", "only once")
+    for _ in range(2):
+        with pytest.raises(UnsupportedSchema, match="unknown special token"):
+            made.compile(tokenizer, spec, "", PROMPT, one_call=False)
+    made.compile(other, spec, "", PROMPT, one_call=False)
+    assert faults == [], "the first tokenizer's refusal is not computed again"
+    made.retain([other])
+    faults.append("")
+    made.compile(tokenizer, spec, "", PROMPT, one_call=False)
