@@ -6,25 +6,20 @@ Cables are cut and hosts lose power here, without a goodbye. Discovery uses mult
 import asyncio
 import json
 import signal
-import ssl
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-from tests.support.cluster.hosts import NET, Hosts, unsupported
-from tests.support.processes import CLI, Pool, Process, environment, pool, until
+from tests.support.cluster.hosts import NET
+from tests.support.cluster.lab import WINDOW, WORK, Lab, opened_lab
+from tests.support.processes import CLI, environment, until
 from tests.support.video.chain import until_ray
 from tests.support.video.standin import CLIP, standin
 from tests.support.video.studio import words
@@ -32,135 +27,13 @@ from wire.identity import SERVICE_TYPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
-WINDOW = 10.0
-"""Seconds of silence after which a node is lost."""
-WORK = 3.0
-"""Additional seconds on a loaded machine."""
-CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
-"""Settings of HTTP clients. They use no TLS; one context for all saves reading the authorities of this machine each
-time."""
 VIDEO = ("video.max_steps=1000",)
 
 
-@dataclass
-class Chat:
-    """One streamed chat as its client saw it: the node, the words, the end, the seconds of `monotonic`."""
-
-    status: int = 0
-    node: str = ""
-    words: int = 0
-    end: str = ""
-    began: float = field(default_factory=time.monotonic)
-    ended: float = 0.0
-
-
-class Lab:
-    """The coordinator is on the first host, nodes are on the second and third, clients on the fourth."""
-
-    def __init__(self, hosts: Hosts, made: Pool, stack: ExitStack) -> None:
-        self.hosts = hosts
-        self.pool = made
-        self._stack = stack
-        self.newest: Process | None = None
-        self._client = stack.enter_context(hosts[4].threads(40))
-        local = stack.enter_context(hosts[1].threads(2))
-        made.call = lambda ask: local.submit(ask).result()
-
-    def up(self, *settings: str) -> None:
-        self.pool.up(
-            "http.tls=off",
-            *settings,
-            listen="0.0.0.0:8080",
-            cluster_listen="0.0.0.0:8081",
-            bonjour=True,
-            wrap=self.hosts[1].enter(),
-        )
-
-    def move(self, number: int) -> None:
-        """Send all requests to the coordinator from this host, and use the state folder of this host."""
-        local = self._stack.enter_context(self.hosts[number].threads(2))
-        self.pool.home = "coordinator" if number == 1 else f"coordinator-{number}"
-        self.pool.wrap = self.hosts[number].enter()
-        self.pool.call = lambda ask: local.submit(ask).result()
-
-    def up_on(self, number: int, *settings: str) -> None:
-        self.pool.up(
-            "http.tls=off",
-            *settings,
-            listen="0.0.0.0:8080",
-            cluster_listen="0.0.0.0:8081",
-            bonjour=True,
-            wrap=self.hosts[number].enter(),
-        )
-        self.newest = self.pool.coordinator
-
-    def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
-        options: dict[str, Any] = {"url": False, **how}
-        return self.pool.join(name, *settings, wrap=self.hosts[number].enter(), **options)
-
-    def join_all(self, *settings: str) -> None:
-        """Start studio and macbook at once, by Bonjour with tokens."""
-        for name, number in (("studio", 2), ("macbook", 3)):
-            self.join(name, number, *settings, wait=False)
-        self.both_serve()
-
-    def both_serve(self, seconds: float = 30.0) -> None:
-        until(lambda: self.pool.serves("studio") and self.pool.serves("macbook"), seconds, "both nodes serve")
-
-    def state(self, name: str) -> str:
-        return self.pool.node(name)["state"]
-
-    def events(self, event: str) -> list[dict[str, Any]]:
-        """Return the coordinator's log lines of one event."""
-        lines = (self.pool.state / "logs" / "coordinator.log").read_text().splitlines()
-        return [line for line in map(json.loads, lines) if line["event"] == event]
-
-    def on_client(self, ask: Any) -> Future[Any]:
-        """Run a function in the client's network."""
-        return self._client.submit(ask)
-
-    def chat(self, prompt: int = 5, tokens: int = 10) -> Future[Chat]:
-        return self._client.submit(self._chat, prompt, tokens)
-
-    def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send one request from the host of the calling thread."""
-        headers = {"Authorization": f"Bearer {self.pool.key}"}
-        return httpx.request(method, self.pool.base + path, headers=headers, **CLIENT, **more)
-
-    def _chat(self, prompt: int, tokens: int) -> Chat:
-        chat = Chat()
-        body = {
-            "model": "scripted-1",
-            "stream": True,
-            "max_tokens": tokens,
-            "messages": [{"role": "user", "content": "word " * prompt}],
-        }
-        headers = {"Authorization": f"Bearer {self.pool.key}"}
-        with (
-            httpx.Client(**CLIENT) as client,
-            client.stream("POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers) as answer,
-        ):
-            chat.status, chat.node = answer.status_code, answer.headers.get("x-macpool-node", "")
-            for line in answer.iter_lines():
-                chat.words += '"content":"' in line and '"content":""' not in line
-                chat.end = line or chat.end
-        chat.ended = time.monotonic()
-        return chat
-
-
-@pytest.fixture(scope="module")
-def possible() -> None:
-    reason = unsupported()
-    if reason:
-        pytest.skip(reason)
-
-
 @pytest.fixture
-def lab(possible: None) -> Iterator[Lab]:
-    with tempfile.TemporaryDirectory(prefix="mp-") as name, ExitStack() as stack:
-        folder = Path(name)
-        hosts = stack.enter_context(Hosts(folder, 4))
-        yield Lab(hosts, stack.enter_context(pool(folder)), stack)
+def lab() -> Iterator[Lab]:
+    with opened_lab() as made:
+        yield made
 
 
 def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
