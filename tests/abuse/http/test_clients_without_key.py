@@ -123,7 +123,7 @@ async def test_idle_connections_are_closed_for_active_ones(running: Pool):
             opened.append(socket.create_connection((str(where.hostname), where.port or 0), timeout=10))
         began = time.monotonic()
         assert await ask(running) == 200
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 8, "the slots were not waited for, whose first bytes may take 10 s"
         assert running.coordinator is not None
         assert psutil.Process(running.coordinator.pid).num_fds() < 2048 + 100
     finally:
