@@ -145,7 +145,7 @@ class JoinTokens:
         """Check a join token like `check`, and use it once if it is accepted. Return the result.
 
         The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
-        it acts on the result. Raise `StoreError` after a failed write.
+        it acts on the result. Raise `StoreError`, and change nothing, while changes cannot be written.
         """
         answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:

@@ -227,7 +227,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
 
     The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node can continue the remaining
-    requests now, and they end where they are; or the node was uncordoned during the drain.
+    requests now, and they end where they are. The code is also 6 if the node was uncordoned during the drain.
     """
     seconds = wait or 0.0
     with show_spinner(f"draining {node}"):

@@ -1,19 +1,18 @@
 """Videos on isolated hosts: coordinator, two Macs with different caps and a client, each with a network of its own."""
 
 import json
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.support.cluster.hosts import Hosts, unsupported
-from tests.support.processes import NO_TLS, Pool, pool, until
+from tests.support.cluster.hosts import Hosts
+from tests.support.cluster.lab import opened_hosts
+from tests.support.processes import NO_TLS, Pool, until
 from tests.support.video.chain import until_ray
 from tests.support.video.standin import CLIP, Gate, standin
 from tests.support.video.studio import tiny_wan
@@ -121,13 +120,7 @@ class Lab:
 
 @pytest.fixture
 def lab() -> Iterator[Lab]:
-    reason = unsupported()
-    if reason:
-        pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="mp-") as name, ExitStack() as stack:
-        folder = Path(name)
-        hosts = stack.enter_context(Hosts(folder, 4))
-        made = stack.enter_context(pool(folder))
+    with opened_hosts() as (folder, hosts, made, stack):
         yield Lab(hosts, made, standin(folder), stack)
 
 

@@ -133,12 +133,22 @@ class Lab:
 
 
 @contextmanager
-def opened_lab() -> Iterator[Lab]:
-    """Yield a lab of four hosts; skip the test with the reason where hosts cannot be made."""
+def opened_hosts() -> Iterator[tuple[Path, Hosts, Pool, ExitStack]]:
+    """Yield a folder, four hosts, an empty pool, and the stack that ends them.
+
+    Skip the test with the reason where hosts cannot be made.
+    """
     reason = unsupported()
     if reason:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="mp-") as name, ExitStack() as stack:
         folder = Path(name)
         hosts = stack.enter_context(Hosts(folder, 4))
-        yield Lab(hosts, stack.enter_context(pool(folder)), stack)
+        yield folder, hosts, stack.enter_context(pool(folder)), stack
+
+
+@contextmanager
+def opened_lab() -> Iterator[Lab]:
+    """Yield a lab of four hosts; skip the test as `opened_hosts` does."""
+    with opened_hosts() as (_, hosts, made, stack):
+        yield Lab(hosts, made, stack)

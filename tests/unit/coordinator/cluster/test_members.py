@@ -135,6 +135,10 @@ async def test_decisions_are_whole_while_the_disk_takes_no_change(tmp_path: Path
         ):
             with pytest.raises(StoreError):
                 decide()
+        before = store.members[kept.node].serial
+        with pytest.raises(StoreError):
+            administration.authentication.renew_certificate(NodeId(kept.node), new_csr(kept))
+        assert store.members[kept.node].serial == before, "a certificate that is not sent is not recorded"
         view = port.application.dispatcher.placer.view.find_node(kept.node)
         assert view is not None
         assert (view.labels, view.video_allowed) == (frozenset({"fast"}), False)
