@@ -162,7 +162,7 @@ class BlockWriter:
         pieces = encode_block(part.name.chain, part.name.part, part.name.tokens, part.arrays)
         size = sum(map(len, pieces))
         quota = self.quota = self._quota()
-        if size > quota or not self._budget.take(size, time.monotonic()):
+        if size > quota or size > self.budget_bytes:  # no file is evicted for a part that cannot be written
             self.drops += 1
             return
         for file in self._index.choose_evictions(size, quota):
@@ -170,7 +170,7 @@ class BlockWriter:
             self.evictions += 1
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._folder / file)
-        if self._index.nbytes + size > quota:
+        if self._index.nbytes + size > quota or not self._budget.take(size, time.monotonic()):
             self.drops += 1
             return
         target = self._folder / part.name.file
