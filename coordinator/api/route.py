@@ -65,6 +65,8 @@ class Route:
     """Whether the path ends with a parameter that may contain slashes, such as `publisher/model`."""
     deferrable: bool = False
     """Whether the command can end after the response (`DeferredCommands`). Its body has a model and a node."""
+    ends_with_client: bool = False
+    """Whether the handler is cancelled when the client disconnects."""
 
     @property
     def pattern(self) -> str:
