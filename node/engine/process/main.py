@@ -43,8 +43,9 @@ from node.settings import NodeSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
 from wire.frames import Frame, Ping, Pong, StopEngine
 
-READ_BYTES = 256 * 1024
-"""Maximum bytes of one read from the socket."""
+READ_BYTES = 64 * 1024
+"""Maximum bytes of one read from the socket. Each read allocates them, and glibc maps a block above 128 KiB
+separately."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
