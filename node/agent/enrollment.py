@@ -14,6 +14,7 @@ import re
 import secrets
 import ssl
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -77,6 +78,8 @@ the seconds that the person has."""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
+_OUTSIDE_VALIDITY = (9, 10)
+"""Codes of OpenSSL for a certificate that is not yet valid, and for one that has expired."""
 _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
 
 F = TypeVar("F", bound=Frame)
@@ -270,7 +273,10 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
         yield _EnrollConnection(reader, writer)
     except ssl.SSLError as error:
-        raise CoordinatorUnreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
+        reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason or error
+        raise CoordinatorUnreachable(
+            f"{where} does not speak the cluster's TLS: {reason}{explain_unreachable(error)}"
+        ) from None
     except WireError as error:
         raise CoordinatorUnreachable(f"{where} does not respond as a coordinator: {error}") from None
     except TimeoutError:
@@ -288,12 +294,16 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
 
 
 def explain_unreachable(error: Exception) -> str:
-    """Return a hint if the errno is that of a program without the local-network permission on macOS 15 and later; else
-    an empty text.
+    """Return a hint with the next step for an error of a connection; empty for most errors.
 
-    All addresses of the LAN fail with that errno. A program that was started over SSH loses the permission when the
-    session ends (https://github.com/NVIDIA/Personal-AI-Router/issues/3).
+    Without the local-network permission on macOS 15 and later, all addresses of the LAN fail with EHOSTUNREACH. A
+    program that was started over SSH loses the permission when the session ends. With a wrong clock, here or at the
+    coordinator, its certificate is not yet valid or has expired.
+
+    Source: https://github.com/NVIDIA/Personal-AI-Router/issues/3
     """
+    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUTSIDE_VALIDITY:
+        return f" (at {time.strftime('%Y-%m-%d %H:%M')} by the clock of this machine: correct it, or the coordinator's)"
     if sys.platform == "darwin" and isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
         return (
             " (allow this program under System Settings, Privacy & Security, Local Network, or run it as a service: "

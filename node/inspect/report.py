@@ -32,7 +32,7 @@ from host.settings_loader import (
     from_pairs,
     from_tree,
 )
-from node.agent.enrollment import EnrollError, parse_address
+from node.agent.enrollment import EnrollError, explain_unreachable, parse_address
 from node.agent.identity import IdentityError, NodeIdentity, create_authority_context, load_identity, proves_coordinator
 from node.agent.machine_id import compute_machine_id
 from node.inspect.running_settings import read_running_settings
@@ -238,7 +238,8 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
                     "expires": read_certificate(der).expires if der else None,
                 }
     except ssl.SSLCertVerificationError as error:
-        report |= {"proven": False, "error": error.verify_message}
+        clock_hint = explain_unreachable(error)  # outside its validity, the certificate may still be the coordinator's
+        report |= {"proven": None if clock_hint else False, "error": f"{error.verify_message}{clock_hint}"}
     except TimeoutError:
         report["error"] = "no answer"
     except OSError as error:
