@@ -205,13 +205,17 @@ def _read_authority(here: HostProbe) -> "dict[str, Certificate]":
 def check_clock(here: HostProbe) -> Finding:
     """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log.
 
-    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. Fail as well if the clock of the coordinator's
-    machine is before the issue of the CA's certificate. The check does not apply without a known difference.
+    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. Fail as well if the CA's certificate is not yet
+    valid by the clock of the coordinator's machine. The check does not apply without a known difference.
     """
     authority = _read_authority(here).get("authority")
-    if authority is not None and (skew := time.time() - authority.issued) < -SKEW_FAIL_SECONDS:
-        created = f"{datetime.fromtimestamp(authority.issued, UTC):%Y-%m-%d %H:%M}"
-        return fail(f"the clock is before the creation of the cluster at {created} UTC", SET_CLOCK, skew=round(skew))
+    if authority is not None:
+        from wire.certificate import BACKDATED_SECONDS
+
+        skew, created = time.time() - authority.issued, datetime.fromtimestamp(authority.issued, UTC)
+        if skew < -BACKDATED_SECONDS:
+            text = f"the clock is before the creation of the cluster at {created:%Y-%m-%d %H:%M} UTC"
+            return fail(text, SET_CLOCK, skew=round(skew))
     if here.session.running:
         skew = _measure_clock_difference(here)
         where = "the coordinator's endpoint"

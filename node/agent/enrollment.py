@@ -40,6 +40,7 @@ from node.agent.identity import (
     store_identity,
 )
 from node.agent.machine_id import compute_machine_id
+from wire.certificate import explain_wrong_clock
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import PROTOCOL, is_valid_id
@@ -78,8 +79,6 @@ the seconds that the person has."""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
-_OUTSIDE_VALIDITY = (9, 10)
-"""Codes of OpenSSL for a certificate that is not yet valid, and for one that has expired."""
 _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
 
 F = TypeVar("F", bound=Frame)
@@ -302,14 +301,12 @@ def explain_unreachable(error: Exception) -> str:
 
     Source: https://github.com/NVIDIA/Personal-AI-Router/issues/3
     """
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OUTSIDE_VALIDITY:
-        return f" (at {time.strftime('%Y-%m-%d %H:%M')} by the clock of this machine: correct it, or the coordinator's)"
     if sys.platform == "darwin" and isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
         return (
             " (allow this program under System Settings, Privacy & Security, Local Network, or run it as a service: "
             "`cluster service install`)"
         )
-    return ""
+    return explain_wrong_clock(error, time.time())
 
 
 def _format_address(host: str, port: int) -> str:

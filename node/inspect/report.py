@@ -32,7 +32,7 @@ from host.settings_loader import (
     from_pairs,
     from_tree,
 )
-from node.agent.enrollment import EnrollError, explain_unreachable, parse_address
+from node.agent.enrollment import EnrollError, parse_address
 from node.agent.identity import IdentityError, NodeIdentity, create_authority_context, load_identity, proves_coordinator
 from node.agent.machine_id import compute_machine_id
 from node.inspect.running_settings import read_running_settings
@@ -41,7 +41,7 @@ from node.memory.metal_limit import read_metal_device
 from node.memory.sensor import open_machine
 from node.models.folders import get_hub_folder, use_hub_folder
 from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve_settings
-from wire.certificate import read_certificate
+from wire.certificate import explain_wrong_clock, read_certificate
 
 DIAL_TIMEOUT_SECONDS = 2.0
 
@@ -238,7 +238,9 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
                     "expires": read_certificate(der).expires if der else None,
                 }
     except ssl.SSLCertVerificationError as error:
-        clock_hint = explain_unreachable(error)  # outside its validity, the certificate may still be the coordinator's
+        clock_hint = explain_wrong_clock(
+            error, time.time()
+        )  # outside its validity, the certificate may still be the coordinator's
         report |= {"proven": None if clock_hint else False, "error": f"{error.verify_message}{clock_hint}"}
     except TimeoutError:
         report["error"] = "no answer"
