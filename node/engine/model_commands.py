@@ -145,9 +145,8 @@ class ModelCommands:
                 self._manager.request_load(found)
 
     def unload_idle(self, now: float) -> None:
-        """Unload the idle models that have been unused for `models.idle_unload_seconds` at the monotonic time `now`, or
-        that were replaced on disk (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is
-        preloaded."""
+        """Unload the idle models whose time limit has passed at the monotonic time `now`, or that were replaced on disk
+        (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is preloaded."""
         for found in self._unloader.unload_idle(now):
             self._manager.request_load(found)
 

@@ -5,8 +5,8 @@
                                                                    │        └ Refusal
                                                                    └ its model is not loaded: waits for the load
 
-The rules are in `admission`. Every request that arrives is admitted or refused, here or at the end of the load of its
-model. Requests that are known already, or were cancelled before their arrival, are ignored.
+The rules are in `admission`. A request is admitted or refused here, or at the end of the load of its model. A request
+that is known already, or that was cancelled, is ignored.
 """
 
 import os
