@@ -106,7 +106,8 @@ class GrammarCompiler:
         return id(tokenizer) in self._guides
 
     def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
-        """Drop the tables and the compiled grammars of all other tokenizers. Do not call it during `compile`."""
+        """Drop the tables, compiled grammars and cached refusals of all tokenizers but these. Do not call it during
+        `compile`."""
         wanted = set(map(id, tokenizers))
         self._guides = {number: guide for number, guide in self._guides.items() if number in wanted}
         guides = set(map(id, self._guides.values()))
