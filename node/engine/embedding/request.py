@@ -127,8 +127,8 @@ class EmbeddingRequest:
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that the request still needs for the vectors of its remaining texts, and for the caches of
-        the longest text and the beginning. The bytes of caches that exist already are subtracted.
+        """Return the bytes that the request still needs for the vectors of its remaining texts, and the caches of the
+        longest text and the beginning. The bytes of caches that exist already are subtracted.
         """
         texts = len(self.waiting) + (self.partial is not None)
         vectors = texts * self.dimensions * NUMBER_BYTES

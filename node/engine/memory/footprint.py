@@ -28,7 +28,7 @@ forward reuses the buffers. On Linux, page faults in new memory took much of the
 The bound is small because footprint readings include the buffers. The engine frees them before it refuses a request."""
 
 POLL_SECONDS = 0.02
-"""Seconds between readings of a footprint that trails."""
+"""Seconds between two readings of the footprint in `EngineMemory.wait_until_settled`."""
 
 log = structlog.get_logger("engine.footprint")
 
