@@ -284,7 +284,8 @@ def _end_process(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the engine process on the descriptors of the command line. This call ends the process (`serve`)."""
+    """Run the engine process on the descriptors of the command line, without core dumps, and ignore SIGINT. This call
+    ends the process (`serve`)."""
     options = argparse.ArgumentParser(prog="node.engine.process.main")
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
     options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")

@@ -56,7 +56,7 @@ class Row:
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 bytes if the row is
+        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 tokens if the row is
         preempted."""
         self.commitment = commitment
 
@@ -177,7 +177,8 @@ class Sequence:
     joined: float = 0.0
     """Time of the first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent, or of a later first join or packed join; 0.0 before the first join."""
+    """Time of the last sent output, or of the first join or a packed join if that is later; 0.0 before the first
+    join."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
