@@ -118,12 +118,12 @@ class Prefill:
     sequence: Sequence
     """Request of the rows."""
     rows: list[Row]
-    """Rows that share the past and have not joined yet."""
+    """Rows that share the tokens `ids` and have not joined yet."""
     ids: list[int]
     """Ids of the tokens that the cache must hold."""
     is_return: bool = False
-    """Whether a row of the request had joined when the prefill was queued, because rows were preempted or their batch
-    broke."""
+    """Whether a row of the request had joined a batch before: the rows of this prefill return after a preemption or a
+    broken batch."""
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None

@@ -194,7 +194,7 @@ class DiskTier:
 
     def take_lost(self) -> list[bytes]:
         """Return the prompt hashes that are no longer cached anywhere: evicted from memory before, and removed from the
-        disk since the last call."""
+        disk or dropped by the writer since the last call."""
         return [] if self.cache is None else self.cache.take_lost()
 
     def clear(self, fingerprint: str) -> None:
