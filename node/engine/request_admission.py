@@ -52,8 +52,8 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 
 PREEMPTION_INTERVAL_SECONDS = 1.0
-"""Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
-than needed would be preempted."""
+"""Minimum seconds between two preemptions at admission. Memory may be returned with a delay. Without the pause, more
+requests than needed would be preempted."""
 
 
 class RequestAdmission:

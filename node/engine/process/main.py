@@ -48,7 +48,7 @@ READ_BYTES = 256 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
-"""Maximum bytes of the settings."""
+"""Maximum bytes of the settings that the agent sends. Above it the process exits with `EXIT_SETTINGS`."""
 EXIT_TIMEOUT_SECONDS = 5.0
 """Maximum seconds until a native call in flight has returned and the memory is released. A server with 373 GB of wired
 weights took up to 4.1 s to release them (oMLX#2184)."""

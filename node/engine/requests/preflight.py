@@ -24,7 +24,7 @@ class RequestShape:
     answer_tokens: int
     """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
     choices: int
-    """Number of choices."""
+    """Number of answers that need a row: without those of a resumed request that have ended."""
 
     @property
     def length(self) -> int:

@@ -184,8 +184,8 @@ class Sequence:
     prompt_hash: bytes = b""
     """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
-    """Whether the request was preempted for a key that held fewer rows or less memory; such a request returns in turn
-    with all other requests."""
+    """Whether the request was preempted for a key that held fewer rows or less memory. Such a request precedes new
+    requests of its own key only (`find_first_preempted`)."""
 
     @property
     def number(self) -> int:

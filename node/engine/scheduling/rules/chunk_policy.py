@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
-"""Seconds of a chunk per second of a decode step. The gap between two tokens is then 2.6 steps, which leaves room for
-noise below the limit of 3."""
+"""Maximum expected seconds of a chunk while rows decode, per second of their decode step. The gap between two tokens is
+then 2.6 steps, which leaves room for noise below the limit of 3."""
 FULL_PROMPT_SECONDS = 0.25
-"""Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
-take at least as long."""
+"""Maximum expected seconds of the rest of a prompt that is prefilled at once while rows decode. A forward over several
+prompts may take at least as long."""
 IDLE_CHUNK_SECONDS = 1.0
 """Maximum expected seconds of a chunk while no row decodes, and of any forward for embeddings."""
 PACKED_FORWARD_SECONDS = 0.6
