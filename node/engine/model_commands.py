@@ -26,7 +26,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Expected seconds of one piece of a load in addition to reading its weights: to build the model, compile kernels."""
+"""Expected seconds of one piece of a load besides reading its weights, such as for compiling kernels."""
 
 
 class ModelCommands:

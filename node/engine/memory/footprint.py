@@ -95,8 +95,8 @@ class EngineMemory:
         """Return the monotonic time in seconds at which the recent peak or the footprint may next fall.
 
         With trailing bytes in the footprint (`node.engine.memory.trailing`), this is `now` plus `PERIOD_SECONDS`.
-        Otherwise it is the time at which the highest recent reading expires. Return None if the memory in use is at
-        least as high as that reading.
+        Otherwise it is the time at which the highest recent reading expires. Return None if no recent reading is above
+        the memory in use.
         """
         reading = self._read_footprint()
         if self._measure_trailing(reading, now):

@@ -24,7 +24,7 @@ class RequestShape:
     answer_tokens: int
     """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
     choices: int
-    """Number of answers that need a row: without those of a resumed request that have ended."""
+    """Number of choices. Those of a resumed request that have ended count until `replace_choices`."""
 
     @property
     def length(self) -> int:

@@ -286,10 +286,10 @@ class DiskCache:
         _mark_used(self._index, self._folder, [part.name.file for part in plan.parts])
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files from the index, because they are invalid, or because a request has failed that was restored from
-        them or stored them.
+        """Remove files from index and disk: they are invalid, or a request that was restored from them or stored them
+        has failed.
 
-        While another process writes to the folder, the files themselves stay. They are deleted once this process
+        While another process writes to the folder, the files stay on the disk. They are deleted once this process
         writes.
         """
         for part in parts:

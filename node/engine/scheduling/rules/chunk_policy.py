@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
-"""Maximum expected seconds of a chunk while rows decode, per second of their decode step. The gap between two tokens is
-then 2.6 steps, which leaves room for noise below the limit of 3."""
+"""Expected seconds of a chunk while rows decode, per second of their decode step (`compute_budget`). The gap between
+two tokens is then 2.6 steps, which leaves room for noise below the limit of 3."""
 FULL_PROMPT_SECONDS = 0.25
 """Maximum expected seconds of the rest of a prompt that is prefilled at once while rows decode. A forward over several
 prompts may take at least as long."""
