@@ -171,7 +171,8 @@ class Prefill:
         return len(self.ids) - self.stored_tokens
 
     def bound_chunk(self, count: int) -> int:
-        """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
+        """Return the number of tokens in the next chunk: `count`, or fewer if the next wanted snapshot is before the
+        end of such a chunk."""
         stops = () if self.past is None else self.past.stops
         return min([count, *(stop - self.stored_tokens for stop in stops if stop > self.stored_tokens)])
 
