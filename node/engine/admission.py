@@ -75,7 +75,8 @@ def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescri
 
 
 def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | None) -> Refused | None:
-    """Return the refusal to resume an answer that another model of this name began; None for any other request.
+    """Return the refusal to resume an answer that another model of this name began; None for any other request, or
+    without a `descriptor`.
 
     The router knows only the last report, and the model of this node may have changed since.
     """

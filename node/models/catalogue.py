@@ -132,8 +132,8 @@ class ModelCatalogue:
     def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown.
 
-        An unknown name causes a new scan, because the model may just have been downloaded. Such a scan begins at least
-        `SCAN_VALID_SECONDS` after the last one.
+        An unknown name causes a new scan, because the model may just have been downloaded. The last scan suffices if it
+        ended less than `SCAN_VALID_SECONDS` ago.
         """
         if self.find(name) is None:
             with self._scanning:

@@ -259,8 +259,7 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the number of tokens of all requests that no complete forward has processed
-        (`EmbeddingRequest.left`)."""
+        """Return the sum of the tokens of all requests that are not processed yet (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:
