@@ -237,7 +237,7 @@ class TextEngine:
         the frames of each part before the next part starts: no token waits for a chunk.
 
         Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
-        for leaks and write to the disk cache. Without a started request, check the invariants, free MLX's buffers and
+        for leaks and write to the disk cache. If no request has work, check the invariants, free MLX's buffers and
         maintain the reserve. Raise `Halted` if a native call is due after `halt`. `now` is the monotonic start time.
         """
         parts = self.parts

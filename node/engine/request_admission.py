@@ -259,8 +259,8 @@ class RequestAdmission:
         """Preempt requests of keys that hold more memory than `key` would hold with its new request.
 
         Return whether a request was preempted. The new request commits `rows` bytes. Its admission needs `cost` bytes,
-        which include the transient bytes of its forwards. Return False within `PREEMPTION_INTERVAL_SECONDS` after the
-        last preemption for a key.
+        which include the transient bytes of its forwards. Return False if the memory cannot be read, and within
+        `PREEMPTION_INTERVAL_SECONDS` after the last preemption for a key.
         """
         headroom = self.read_offered_memory(now, key.name).headroom
         if (

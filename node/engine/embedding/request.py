@@ -259,7 +259,7 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the sum of the tokens of all requests that are not processed yet (`EmbeddingRequest.left`)."""
+        """Return how many tokens of all requests together have not been processed (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:
