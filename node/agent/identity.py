@@ -159,7 +159,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
 def store_identity(
     folder: Path, request: CertificateRequest, certificate: bytes, cluster: str, ca: bytes, machine: str
 ) -> NodeIdentity:
-    """Store the identity that the coordinator issued in a folder, and return it.
+    """Store in `folder` the identity that the coordinator issued, and return it.
 
     `certificate` and `ca` are in DER. Raise `IdentityError` if the certificate is not for this request and cluster,
     `OSError` if the files cannot be written.

@@ -43,7 +43,7 @@ FIND_TIMEOUT_SECONDS = 3.0
 SUPERSEDED_ADDRESS_SECONDS = 30.0
 """Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
-"""Denial reason of a coordinator that is superseded, as its higher generation in this node's Hello proves."""
+"""Denial reason of a superseded coordinator: the generation in this node's Hello is higher than its own."""
 
 log = structlog.get_logger("node.agent.agent")
 

@@ -143,7 +143,7 @@ class CapExceeded:
 
 @dataclass(frozen=True, slots=True)
 class SocketClosed:
-    """Event: the child has closed its socket and has not exited in time."""
+    """Event: the child has closed its socket, and still runs `EXIT_AFTER_CLOSE_SECONDS` later."""
 
 
 @dataclass(frozen=True, slots=True)

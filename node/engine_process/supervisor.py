@@ -10,7 +10,7 @@ one by one the models of its predecessor, except quarantined models.
 The rules are in `lifecycle`, as data: stages, restarts, replacement of a healthy child, rest. This module reads clocks,
 sockets and the process, passes events to the rules, and performs their actions.
 
-A child counts as hung in two cases. It answers pings, and its inference thread has been in one native call for more
+A child counts as hung in two cases. It answers pings, and one native call, tokenization or iteration has taken more
 than max(10 s, 5 × the expected duration). Or it has answered no ping for 30 s.
 
 After each end of a child, `wired_check` compares the wired memory of the machine with its value before the start.

@@ -73,8 +73,8 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
     """Return the settings with which a node would start, as a dictionary.
 
     They come from the TOML `file`, the variables `environ`, and the `key=value` texts `pairs`. In the result,
-    `settings` are rows with origins, `made` is the `NodeSettings`. With invalid settings, `error` has the first error,
-    `faults` have all, and `settings` leave out the invalid ones.
+    `settings` are rows with origins, `made` is the `NodeSettings`. After an error, `error` has its text, and `faults`
+    has the invalid settings, which `settings` leaves out. If the rest is inconsistent, `settings` has the defaults.
     """
     layers: list[tuple[str, Flat]] = []
     try:

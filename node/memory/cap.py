@@ -12,8 +12,8 @@ Invariants
 - An unknown value never counts as unlimited.
 - The limiting term is named, with advice for a person.
 
-All inputs are read at each check. A `memory.cap` above the RAM or the Metal limit is an error at start. If a limit
-falls later, the lower limit applies, with a warning while it does.
+All inputs are read at each check. A `memory.cap` above the RAM, or above the Metal limit without permission, is an
+error at start. If a limit falls later, the lower limit applies, with a warning while it does.
 """
 
 import re
@@ -201,8 +201,8 @@ def resolve_cap(
 
     `above_metal` is `memory.allow_above_metal_limit`. Raise `SettingsError` for an invalid size, a cap of 0, and for
     "auto" or a percentage if the RAM cannot be read. With `starting`, also raise `SettingsError` for an explicit cap
-    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies. The limit of a
-    container always lowers an explicit cap, with a warning.
+    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies. A lower limit of the
+    container replaces an explicit cap, with a warning.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:

@@ -55,7 +55,7 @@ class VideoCapability:
         self._result = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
-        """Set once the first check is done, or it is known that there is none."""
+        """Set once the first check is done, or once it is known that no check will run."""
         self._changed = changed
 
     @property

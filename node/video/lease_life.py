@@ -155,7 +155,8 @@ class PauseChanged:
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
     """Event: the owner of the Mac takes the memory of the lease, because of `reason`. `holding`: the ceiling is lowered
-    for a lease. Without `holding`, or if the end of the lease is ordered already, the event changes nothing."""
+    for a lease. The event changes nothing without `holding`, while idle, or if the end of the lease is ordered
+    already."""
 
     reason: str
     holding: bool

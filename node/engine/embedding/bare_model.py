@@ -1,7 +1,7 @@
 """Loader of the layers of a decoder without its output layer.
 
-Checkpoints of embedding models have the names of the complete model, or those of its layers alone (`MistralModel`).
-The latter have no output layer. An output layer takes memory and computes nothing here.
+In a checkpoint of an embedding model, the weights have the names of the complete model, or of its layers alone
+(`MistralModel`). The latter has no output layer. An output layer is not loaded, because vectors do not need it.
 """
 
 import dataclasses

@@ -47,9 +47,9 @@ class PromptPairs:
         """Return the tokens of the prompt for a document. The document is cut to `max_tokens` of the request, and with
         `truncate` to the room that is left.
 
-        Without `truncate`, a prompt may have more than `most` tokens; raise `TooLong` if it has clearly more. Raise
-        `TooLong` as well for a query without room for any document. Raise `TokenizerPanic` if the native tokenizer
-        panics.
+        Without `truncate`, a prompt may have more than `most` tokens. Raise `TooLong` for a query without room for any
+        document, and without `truncate` for a very long document (`Tokenizer.encode`). Raise `TokenizerPanic` if the
+        native tokenizer panics.
         """
         truncate, room = self._request.truncate, self._most - len(self._tail)
         if self._head_tokens >= room:

@@ -39,7 +39,7 @@ from wire.frames import Failed, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 PART_PER_STEP = 0.25
-"""Seconds of a part of a forward per second of a decode step, which bound the gaps between tokens."""
+"""Expected seconds of one part of a forward, per second of a decode step. The limit bounds the gaps between tokens."""
 MAX_PARTS = 8
 """Maximum time of a forward over several texts while rows decode, in parts of `PART_PER_STEP` decode steps. With more
 texts, the weights are read less often per text, but a later request waits longer. One long text may take more parts."""
@@ -78,8 +78,8 @@ class EmbeddingScheduler:
     # state
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next turn: `now` if there is work or output, later while all requests wait.
-        Return None without a request."""
+        """Return the monotonic time of the next turn: `now` if a turn is due or output is pending, later while no
+        request may run. Return None without a request."""
         if self._output:
             return now
         times = (max(now, request.retry_at) for request in self._list_next())
@@ -125,7 +125,8 @@ class EmbeddingScheduler:
 
     def run_turn(self, now: float) -> None:
         """Run one part of a forward at the monotonic time `now`, or all parts that are left if no row decodes. Do
-        nothing if no request may start or continue. Raise `Halted` if the engine was halted.
+        nothing if no request may start or continue. Raise `Halted` if the engine was halted. An error of a lost device
+        propagates.
 
         A request without room waits, or is refused. If a forward raises, its only request fails; several requests are
         kept, and each runs alone from then on. Refuse the newest request if memory is above the cap after the part.

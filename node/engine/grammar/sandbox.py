@@ -56,7 +56,8 @@ class SandboxClient:
     def start(self) -> "subprocess.Popen[bytes]":
         """Start and return the process. Raise `OSError` if that fails.
 
-        The process sends nothing before the first check, and its start does not count in a grammar's time.
+        The process sends nothing before the first check. Its start counts in `TIMEOUT_SECONDS` of the first check, and
+        not in its CPU time.
         """
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(

@@ -52,7 +52,7 @@ class Commitment:
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self, tokens: int = 1) -> None:
-        """Record that the row has generated `tokens` more tokens."""
+        """Add `tokens` to the tokens that the row's cache holds."""
         self.stored_tokens += tokens
 
     def reset(self) -> None:

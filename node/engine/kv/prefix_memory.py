@@ -80,7 +80,7 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
-        more can be released. Return whether the `need` bytes fit, once the footprint has settled."""
+        more can be released. Return whether the `need` bytes fit by the settled reading."""
         memory, released = self._settled(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))

@@ -289,8 +289,8 @@ _checked = set[type]()
 
 
 def check_batching(model: TextModel) -> None:
-    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` if
-    the model fails, as gpt_bigcode and phi3small of mlx-lm 0.32.2 do."""
+    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` after
+    a `ValueError` or `TypeError` of the model, as of gpt_bigcode and phi3small of mlx-lm 0.32.2."""
     if type(model) in _checked:
         return
     batch: DecodeBatch[int] = DecodeBatch(model)

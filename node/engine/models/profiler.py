@@ -84,7 +84,7 @@ class Profiler:
         self._known: set[str] = set()
 
     def estimate_seconds(self, descriptor: ModelDescriptor) -> float:
-        """Return the maximum duration of measuring a model at its next load, in seconds. Return 0.0 if its profile is
+        """Return the expected seconds of measuring a model at its next load: `PROBE_SECONDS`, or 0.0 if its profile is
         stored, for an encoder, or with `enabled` False."""
         fingerprint, layout = descriptor.fingerprint, descriptor.layout
         if not self._enabled or fingerprint in self._known or (layout is not None and layout.encoder is not None):

@@ -24,10 +24,10 @@ from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import Admitted, Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
-"""Minimum seconds since the last report before a report that frames from the agent cause. The end of a load or unload
-is reported at once."""
+"""Minimum seconds from the last report to a report because of a frame from the agent. The end of a load or unload is
+reported at once."""
 STEP_REPORT_INTERVAL_SECONDS = 0.25
-"""Seconds between reports while the engine only makes steps, because each report costs CPU in the agent."""
+"""Minimum seconds between reports while the engine only makes steps, because each report costs CPU in the agent."""
 MAX_HELD_SECONDS = 0.02
 """Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 

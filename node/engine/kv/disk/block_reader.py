@@ -124,7 +124,7 @@ class DiskRestore:
         self._stalls_at = time.monotonic() + STALLED_SECONDS
 
     def step(self, timeout: float) -> bool:
-        """Add the next part if the thread has read it within `timeout` seconds. Return whether the restoration has
+        """Wait at most `timeout` seconds for the next part, and add it to the cache. Return whether the restoration has
         ended: `layers` or `invalid` is then set."""
         part = self._reader.take(timeout)
         now = time.monotonic()
