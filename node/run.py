@@ -326,7 +326,7 @@ async def _prepare_identity(
     announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
-        url = options.url or await _find_coordinator()
+        url = options.url or await _find_coordinator(token)
         identity = await enrollment.enroll(
             _normalize_address(url),
             token,
@@ -358,8 +358,11 @@ def _read_token(options: argparse.Namespace) -> JoinToken | None:
         raise NodeStartError(4, str(error)) from None
 
 
-async def _find_coordinator() -> str:
+async def _find_coordinator(token: JoinToken | None) -> str:
+    """Return the address of the only cluster that Bonjour finds, or of the one that made the token."""
     services = await discovery.find_services(FIND_TIMEOUT_SECONDS)
+    if token is not None:
+        services = [one for one in services if one.fingerprint == token.pin.hex()[:16]] or services
     if not services:
         raise NodeStartError(
             3,
