@@ -133,7 +133,7 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
 
 def test_a_path_of_python_that_systemd_refuses_is_an_argument():
     for folder, begins in (
-        ("/home/o'neil/a b", '/usr/bin/env "/home/o\'neil/a b/python" -P'),
+        ("/srv/o'neil/a b", '/usr/bin/env "/srv/o\'neil/a b/python" -P'),
         ("/srv", "/srv/python -P"),
     ):
         unit = sections(systemd.render_unit(replace(PLAN, python=f"{folder}/python")))
