@@ -22,7 +22,7 @@ MAX_REQUESTS_SHOWN = 50
 MAX_ENDED_PULLS_SHOWN = 10
 """Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
-"""Minimum age in seconds of a node's last report for the page to show. A lower age is sent as 0."""
+"""Age of a node's last report, in seconds, from which the page receives the age. A lower age is sent as 0."""
 
 
 @dataclass(frozen=True, slots=True)

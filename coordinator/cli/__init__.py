@@ -106,8 +106,8 @@ INTERRUPTED = 130
 
 
 class LazyGroup(CommandGroup):
-    """Top-level group of all commands. The module of a command is imported only when the command runs or its help is
-    printed."""
+    """Top-level group of all commands. The module of a command is imported only when the command runs, or for its help
+    or completion."""
 
     def main(
         self,
@@ -120,7 +120,7 @@ class LazyGroup(CommandGroup):
         """Run a command and print its error.
 
         Exit the process with one of the codes that `cluster --help` lists, unless the code is 0. A closed output pipe
-        counts as success.
+        counts as success. An unexpected exception is raised unchanged.
         """
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)

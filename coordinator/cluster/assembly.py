@@ -66,7 +66,7 @@ def assemble_pool(
     on_superseded: Callable[[SupersededMark], None],
     enrollment_limit: RateLimit | None = None,
 ) -> NodePool:
-    """Construct the parts and connect them. Nothing is started. Call on a running event loop.
+    """Construct the parts of the pool and connect them, without starting any. Call on a running event loop.
 
     `wall` returns Unix seconds. `on_superseded` is called once a node has proved that another coordinator has a newer
     generation. `enrollment_limit` replaces the default limit of enrolments.

@@ -39,10 +39,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def self_suspect(self) -> bool:
-        """Whether at least half of the living nodes fell silent within `CORRELATION_WINDOW_SECONDS`.
-
-        The coordinator's own network is the likely cause, and no node is deleted.
-        """
+        """Whether the coordinator suspects its own network. No node is deleted meanwhile."""
         return self.self_suspect_since is not None
 
     def check(self) -> None:

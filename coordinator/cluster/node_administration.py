@@ -23,9 +23,7 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 class NodeAdministration:
     """Decisions of administrators, which persist in the store, and their effects on membership and links.
 
-    A change for which a method raises `StoreError` is in effect, and waits for the disk. Labels and the video
-    permission then appear in the view with its next publication. A removed node is then denied, but not marked as
-    removed in the store.
+    A change for which a method raises `StoreError` is in effect, and waits for the disk.
     """
 
     store: Database

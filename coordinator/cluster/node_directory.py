@@ -52,7 +52,11 @@ class NodeDirectory:
         return counts
 
     def list_warnings(self) -> list[str]:
-        """Return texts about all conditions of the pool and of linked nodes that need a person, dangers first."""
+        """Return warnings for people: dangers first, then the coordinator's suspicion of its network, then faults of
+        nodes.
+
+        Nodes that are lost, asleep or have left are omitted.
+        """
         texts = self.list_dangers()
         if self._registry.pool.self_suspect:
             texts.append("half of the nodes fell silent at once: look at this machine's own network first")

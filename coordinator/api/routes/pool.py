@@ -23,7 +23,7 @@ CERTIFICATE = "application/x-pem-file"
 
 
 class PoolRoutes:
-    """Routes of the pool as a whole, such as the one of `cluster status`."""
+    """Routes of the pool as a whole, such as the route of `cluster status`."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def install(
     output: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Install the service, or repair it. Running it again changes nothing.
+    """Install the service, or repair it. Running the command again with the same options changes nothing.
 
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
     hand first. ARGUMENTS after `--` are passed to that command, as in `cluster service install -- --lan`.

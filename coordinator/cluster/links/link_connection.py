@@ -142,7 +142,7 @@ class Connection(LinkEndpoint):
             HANDSHAKE_TIMEOUT_SECONDS + 1, _log_no_handshake
         )
         self.address = ""
-        """IP address of the peer."""
+        """IP address of the peer; empty before `on_opened`, `?` if unknown."""
         self.peer: PeerIdentity | None = None
         """Identity in the peer's certificate; None without a certificate."""
         self.serial = ""

@@ -138,7 +138,7 @@ class VideoJob(msgspec.Struct, frozen=True):
 
     id: str
     sequence: int
-    """Permanent position in the queue."""
+    """Number of the submission, by which the queue is ordered. A requeued job keeps the number."""
     key: str
     """Id of the API key of the request, or the name of the local key."""
     created: float
@@ -180,7 +180,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     ended: float | None = None
     """Time of the end of the job; None for an open job."""
     expires: float | None = None
-    """Time from which the files may be deleted; None before the job has completed."""
+    """Time from which the files may be deleted; None unless the job has completed."""
     expired: bool = False
     """Whether the files were deleted."""
     fault: JobFault | None = None

@@ -51,7 +51,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
-    """Delete the login that `cluster login` stored. The key stays valid until `cluster key revoke`."""
+    """Delete the login that `cluster login` stored. The key stays valid."""
     file = (state or get_default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")

@@ -219,7 +219,8 @@ def _get_bundle_path(state: Path, fingerprint: str) -> Path:
 
 
 def build_commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
-    """Return the commands, as argument lists, that make this system trust the certificate in `file`.
+    """Return the commands, as argument lists, to trust the certificate in `file`: for this user on macOS, else
+    system-wide.
 
     With `remove`, the commands remove the trust. `fingerprint` is part of the certificate's file name on Linux.
     """
