@@ -1,6 +1,7 @@
 """History of the reconciler's own actions: running actions, swaps, failures, and the use of models. Pure.
 
-`step` applies one event. The events of a node alternate: an action begins, and it ends. Invariants
+A round is one evaluation of all wishes by the reconciler. `step` applies one event. The events of a node alternate: an
+action begins, and it ends. Invariants
 
 - A node has at most one running action.
 - The swap of a node ends with the load of the model that needed the memory, loaded or refused.
@@ -30,7 +31,7 @@ class Swap(msgspec.Struct, frozen=True):
     model: str
     """Model that needed the memory."""
     cost_seconds: float
-    """Expected seconds to load the model and the unloaded ones again, and at least `MIN_SWAP_SECONDS`."""
+    """Expected seconds to load `model`, and later the unloaded models again; at least `MIN_SWAP_SECONDS`."""
     ended: bool
     """Whether the load of `model` has ended, successfully or not."""
     at: float

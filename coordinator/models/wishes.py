@@ -26,7 +26,7 @@ class Wish(msgspec.Struct, frozen=True):
     model: str
     replicas: int = 1
     labels: tuple[str, ...] = ()
-    """Labels that a node needs for a replica."""
+    """Labels that a node must all have to get a replica."""
     allow: tuple[NodeId, ...] = ()
     """The only nodes that may load the model for this wish; empty allows all nodes."""
     deny: tuple[NodeId, ...] = ()
