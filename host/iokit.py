@@ -2,7 +2,8 @@
 
 Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
 before an idle sleep, and notifies them before every sleep. The system waits up to 30 s for IOAllowPowerChange. This
-module always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
+module always allows the sleep: when the receiver of the notification permits it, and after ANSWER_TIMEOUT_SECONDS at
+the latest.
 """
 
 import ctypes

@@ -2,13 +2,13 @@
 
 Two clocks of the system differ by the time asleep. One runs during sleep (Linux CLOCK_BOOTTIME, macOS CLOCK_MONOTONIC),
 the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between two checks is a
-sleep that has ended. Changes of the wall clock have no effect.
-Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
-(`host.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
+sleep that has ended. Changes of the wall clock have no effect. Only the system can announce a sleep in advance. macOS
+does by IOKit, and waits for registered processes (`host.iokit`). Without an announcement, a sleep looks like an
+unplugged cable to the pool.
 
 Between two sleeps macOS wakes for some seconds, such as for Power Nap (a dark wake). It announces neither that wake-up
 nor the sleep after it. An announced sleep therefore ends with the announced wake-up. A clock that runs again is not
-enough, because the next sleep would end the requests of this machine without a goodbye.
+enough, because the pool would then not be notified of the next sleep.
 """
 
 import asyncio

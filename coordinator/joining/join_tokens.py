@@ -89,9 +89,9 @@ class JoinTokens:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if `ttl` or `uses` is not
         positive.
 
-        `name` is shown in the list of tokens. With `replaces`, the machine of a member that is not linked may join
-        again in that member's place without the member's key, until this process ends. Delete the tokens that expired
-        more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
+        `name` is shown in the list of tokens. With `replaces`, the machine of an unlinked member may join again in the
+        member's place without the member's key. This ends with the process. Delete the tokens that expired more than
+        `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")

@@ -43,7 +43,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     prompt: Word = ""
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
     weighted_key: WeightedKey = WeightedKey()
-    """Key for fair shares."""
+    """API key of the request, for the shares of the node's rows and memory (`wire.capacity.fairness`)."""
     query: Long = ""
     """Query that the documents are scored for; empty for embeddings."""
     max_tokens: Tokens = 0

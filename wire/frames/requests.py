@@ -194,7 +194,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     ids: Ids = ()
     """Prompt as token ids of the model, without chat template. The answer is content only, as with `text`."""
     weighted_key: WeightedKey = WeightedKey()
-    """Key for fair shares."""
+    """API key of the request, for the shares of the node's rows and memory (`wire.capacity.fairness`)."""
     fingerprint: Word = ""
     """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
     cache_scope: Word = ""
