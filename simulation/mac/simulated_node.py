@@ -228,7 +228,7 @@ class SimulatedNode:
         self._changed()
 
     def flush(self) -> None:
-        """Send all generated tokens that were not sent yet. A real node sends each token at once."""
+        """Send all generated tokens that were not sent yet."""
         now = self._interrupt()
         self._emit(self._engine.batch.flush(), now)
 
