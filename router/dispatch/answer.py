@@ -17,13 +17,13 @@ from router.dispatch.request import CompleteAnswer, Outcome
 from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
-"""Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
+"""Overhead in `Answer.buffered` of one pending delta, and of one collected tool call."""
 LOGPROB_BYTES = 96
-"""Bytes charged for one token's log probability, or one alternative, in addition to the token."""
+"""Overhead in `Answer.buffered` of one token's log probability, and of each alternative."""
 MAX_DELTAS_TAKEN = 256
-"""Maximum deltas that one call of `take_deltas` returns: a slow reader that still reads then shows progress."""
+"""Maximum deltas that one call of `take_deltas` returns: a slow reader shows its progress by further calls."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
+"""Maximum `Answer.buffered` of an answer that is not streamed."""
 
 
 class Answer:

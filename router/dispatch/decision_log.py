@@ -1,8 +1,9 @@
-"""History of recent requests: every step with its time, every placement decision with all its numbers, and the outcome.
+"""History of recent requests: their steps with the times, their placement decisions with the numbers, and their
+outcomes.
 
-The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored
-decisions can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and
-refused token counts, have a separate ring. A client that sends only such requests evicts no other request.
+The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored decisions
+can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and refused token
+counts, have a separate ring. A client that sends only such requests evicts no other request.
 """
 
 import re

@@ -63,7 +63,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
     request: int
     weighted_key: WeightedKey
     seconds: float
-    """Expected remaining seconds."""
+    """Expected seconds until the request ends."""
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):

@@ -70,7 +70,8 @@ class DeadlinePassed(Event, frozen=True, gc=False):
 class RequestDenied(Event, frozen=True, gc=False):
     """Event: the request ends without a node.
 
-    Causes are a wrong model name, the quota, the queue, the deadline, a refusal of all nodes, or a stopping dispatcher.
+    Causes are a wrong model name, the quota, the queue, the deadline, a refusal that holds in the whole cluster, or a
+    stopping dispatcher.
     """
 
     outcome: Refused | RequestFailure

@@ -1,8 +1,8 @@
 """ASGI app of the router: serves the routes of inference, model lists and health. Other paths go to the control app.
 
 These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
-checked before a body is read, and a body is bounded before it is parsed. Every end of a request
-closes its `ActiveRequest`, which releases the reservation and notifies the node.
+checked before a body is read, and a body is bounded before it is parsed. At the end of an exchange each of its
+`ActiveRequest`s is closed: one without an outcome is cancelled on its node.
 """
 
 import asyncio

@@ -39,8 +39,10 @@ from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Me
 
 ANTHROPIC = DialectStyle(encode_error, names=(b"request-id", b"x-request-id"))
 NO_THREADS = "thread_unsupported_request"
-"""Code of the refusal of `thread`, with which a client sends only its new messages. Claude Code sends the request again
-with all messages after this code, and no `thread` in the rest of the session."""
+"""Code of the refusal of `thread`, with which a client sends only its new messages.
+
+After this code, Claude Code sends the request again with all messages, and no `thread` in the rest of the session.
+"""
 
 NO_ANSWER = CompleteAnswer({}, {}, {})
 """Answer to a request that only puts its prompt into the prefix cache."""

@@ -121,8 +121,8 @@ class QueuedRequests:
     def retry_requests(self, nodes: Iterable[NodeId]) -> None:
         """Try each queued request once in fair order, because these nodes have changed.
 
-        Requests that fit on one of them are sent. Memory is held for requests that must not wait longer. A request ends
-        if its model can no longer be loaded.
+        A request that fits on one of them is sent to the best of all nodes, unless it must wait for fairness. Memory is
+        held for requests that must not wait longer. A request ends if its model can no longer be loaded.
         """
         chosen = frozenset(nodes)
         changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))

@@ -63,8 +63,8 @@ class KeyFileError(Exception):
 def read_key_file(file: Path) -> str:
     """Return the API key in a file that only its owner can read, without white space around the key.
 
-    Raise `KeyFileError` for a file that cannot be read, is not regular, or may be read by other users. Raise it also
-    unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
+    Raise `KeyFileError` for a file that cannot be read, is not regular, or gives a permission to its group or to other
+    users. Raise it also unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
