@@ -20,11 +20,11 @@ class RequestOutcome:
     fits: bool
     """Whether the request fits on some node that holds nothing else."""
     sent: float | None = None
-    """Time of the last try before the first token."""
+    """Virtual time in seconds at which the request was last sent to a node before its first token; None before."""
     first: float | None = None
-    """Time of the first token."""
+    """Virtual time in seconds of the first token; None before."""
     ended: float | None = None
-    """Time of the end; None also for a request that never ended."""
+    """Virtual time in seconds of the end; None before, and for a request that never ended."""
     outcome: Outcome | None = None
     """Complete answer, refusal or failure; None while the request is open."""
     tries: int = 0

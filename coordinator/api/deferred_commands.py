@@ -58,7 +58,7 @@ class DeferredCommand:
     """Node, as the request named it; None if the coordinator chooses it."""
     started: float
     ended: float | None = None
-    """Time of the end; None while the command runs."""
+    """Unix time in seconds of the end; None while the command runs."""
     stage: CommandStage = CommandStage.RUNNING
     message: str = ""
     """Reason of a failure, for a person; empty unless the command failed."""

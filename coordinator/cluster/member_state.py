@@ -20,7 +20,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     since: float
     """Monotonic time in seconds at which the current state began."""
     last_report_at: float | None = None
-    """Time of the last report or connect; None before the first."""
+    """Monotonic time in seconds of the last report or connect; None before the first."""
     enrolled: bool = True
     """Whether the node is a member."""
     cordoned: bool = False
@@ -30,13 +30,13 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     newest: int = 0
     """Highest link number seen."""
     instance: str = ""
-    """Id of the agent process of the newest link."""
+    """Id of the agent process of the newest link; empty before the first link."""
     streak: int = 0
-    """Consecutive reports while suspect."""
+    """Consecutive reports of the node while it is suspect; 0 in any other state."""
     reason: str = ""
     """Why the node is suspect, lost, asleep or has left, as text for people; empty in any other state."""
     silent_at: float | None = None
-    """Time at which a ready, draining or paused node fell silent or lost its connection.
+    """Monotonic time in seconds at which a ready, draining or paused node fell silent or lost its connection.
 
     Kept until the node returns, sleeps or leaves; None otherwise.
     """

@@ -38,9 +38,9 @@ class ToolOutput:
     code: int
     """Exit code."""
     text: str
-    """Standard output."""
+    """Text of the tool's standard output."""
     error: str = ""
-    """Standard error."""
+    """Text of the tool's standard error."""
 
 
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
@@ -195,4 +195,4 @@ class CoordinatorAnswer:
     code: int = 0
     """Exit code for the failure; 0 without one."""
     problem: str = ""
-    """Message of the failure."""
+    """Message of the failure; empty without one."""

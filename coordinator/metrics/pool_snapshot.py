@@ -57,7 +57,7 @@ class PoolSnapshot:
     self_suspect: bool
     """Whether the coordinator suspects its own network (`Membership.self_suspect`)."""
     unwritten: int
-    """Changes of the state that could not be written (`Database.count_unwritten`)."""
+    """Changes of the state that wait for the disk; 1 after writing has ended (`Database.count_unwritten`)."""
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""
@@ -66,9 +66,9 @@ class PoolSnapshot:
     unacknowledged: Mapping[NodeId, int]
     """Bytes by node that are reserved and not in the node's report yet."""
     leaks: int
-    """Number of reservations without a request."""
+    """Number of reservations and holds that belong to no request (`Dispatcher.count_leaks`)."""
     barred: frozenset[NodeId]
-    """Nodes whose circuit breaker is open."""
+    """Nodes whose circuit breaker is open, or is half open with a running probe."""
     opened_breakers: int
     """Number of times that a circuit breaker opened."""
     waiting: int
@@ -76,9 +76,9 @@ class PoolSnapshot:
     queue_limit: int
     """Maximum number of queued requests."""
     oldest_wait_seconds: float
-    """Waiting time of the oldest queued request; 0 if the queue is empty."""
+    """Seconds for which the oldest queued request has waited; 0 if the queue is empty."""
     keys_refused: int
-    """Number of requests with an unknown or expired API key."""
+    """Number of requests with an unknown, wrong or expired API key (`KeyRing.refused`)."""
     certificates: Mapping[str, tuple[float, float]]
     """Validity of the coordinator's certificates, by name: issued and expires, in Unix seconds."""
     node_certificates: Mapping[NodeId, tuple[float, float]]

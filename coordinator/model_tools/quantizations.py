@@ -54,7 +54,7 @@ class QuantizationRecord:
     actor: str = ""
     """Actor that started the quantization, as `AuditRow.actor`."""
     ended: float | None = None
-    """Time of the end; None while the quantization runs."""
+    """Unix time in seconds of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
     phase: str = ""
     """Phase of the order, as reported by the node; empty before the first report."""
@@ -63,15 +63,15 @@ class QuantizationRecord:
     total: int = 0
     """Bytes of quantized weights at the end; 0 if unknown."""
     speed: float = 0.0
-    """Bytes per second, as reported by the node."""
+    """Bytes of quantized weights per second, as reported by the node; 0 if unknown."""
     code: str = ""
     """`ModelOrderCode` of the end; empty while the quantization runs."""
     message: str = ""
-    """Reason of a failure, for a person."""
+    """Reason of a failure, for a person; empty unless the quantization failed."""
     stored: int = 0
     """Bytes of the weights of the quantized model."""
     peak: int = 0
-    """Maximum memory footprint of the process that quantized; 0 if unknown."""
+    """Maximum memory footprint, in bytes, of the process that quantized; 0 if unknown."""
     is_linked: bool = True
     """Whether the node is linked."""
 

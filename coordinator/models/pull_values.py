@@ -38,14 +38,14 @@ class NodePull:
     order is attached, gets them from a mirror."""
     is_linked: bool = False
     unlinked_at: float = 0.0
-    """Time at which the link was lost."""
+    """Time at which the link was last lost, in seconds of the controller's clock."""
     phase: str = ""
     """Phase that the node reported last for its newest order; empty before a report, and without an open order."""
     done: int = 0
-    """Bytes on the disk."""
+    """Bytes of the model on the node's disk."""
     total: int = 0
     speed: float = 0.0
-    """Bytes per second."""
+    """Bytes per second, as the node last reported; 0 without an open order."""
     fetched: int = 0
     """Bytes received over the network, in all orders."""
     earlier: int = 0
@@ -53,12 +53,12 @@ class NodePull:
     retries: int = 0
     """Retries since the last progress."""
     retry_at: float = 0.0
-    """Time before which no order is sent; 0 if an order may be sent now."""
+    """Time before which no order is sent, in seconds of the controller's clock; 0 if an order may be sent now."""
     rejects_mirror: bool = False
     """Whether a mirror sent wrong content to this node, or was lost too often. The node then gets the files from the
     hub."""
     code: str = ""
-    """Code of the newest end of an order."""
+    """Code of the newest ended order; empty before the first end."""
     message: str = ""
     """Fault with the next step; empty without one."""
 

@@ -72,7 +72,8 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle, to follow the node's name. For `BACKOFF`: a refusal, which has the name already."""
+    """Details of the obstacle, to follow the node's name; may be empty. For `BACKOFF`: a refusal, which has the name
+    already."""
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")

@@ -39,9 +39,9 @@ class ExistingUnit:
     """Installed unit of the service (launchd or systemd), written by this program. All fields are empty without one."""
 
     text: str = ""
-    """Content of the file."""
+    """Content of the unit's file."""
     user: str = ""
-    """Account under which the unit runs the service."""
+    """Account under which the unit runs the service; empty if the unit names none."""
     program: tuple[str, ...] = ()
     """Arguments of the command line. With systemd: the text in the unit, split at whitespace, with its quotes."""
 

@@ -15,7 +15,7 @@ class ClusterMeta:
     cluster: str = ""
     """Id of the cluster; empty before the cluster is created."""
     name: str = ""
-    """Display name of the cluster."""
+    """Display name of the cluster; empty before the cluster is created."""
     epoch: int = 0
     """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
     generation: int = 0
@@ -37,7 +37,7 @@ class MemberRow:
     joined: float
     cordoned: bool = False
     removed: float | None = None
-    """Time of the removal; None for a member."""
+    """Unix time in seconds of the removal; None for a member."""
     labels: tuple[str, ...] = ()
     video: bool = False
     """Whether an administrator allows video jobs on the node."""
@@ -69,7 +69,7 @@ class KeyRow:
     """Digest of the key's text (`router.admission.api_keys.compute_digest`)."""
     created: float
     expires: float | None = None
-    """Time from which the key is not valid; None: never."""
+    """Unix time in seconds from which the key is not valid; None: never."""
     limits: KeyLimits | None = None
     """Limits of the key; None for no limits."""
 

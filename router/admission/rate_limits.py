@@ -87,13 +87,13 @@ class RateState(NamedTuple):
     """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
 
     unit: str
-    """Unit of the rate: requests or tokens."""
+    """What the rate counts: `requests` or `tokens`."""
     limit: int
-    """Amount per minute."""
+    """Requests or tokens allowed per minute."""
     remaining: int
-    """Amount left now."""
+    """Requests or tokens available now."""
     reset: float
-    """Seconds until the whole amount is available."""
+    """Seconds from now until the whole amount is available."""
 
 
 @dataclass(slots=True)

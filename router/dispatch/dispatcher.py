@@ -120,7 +120,7 @@ class Dispatcher:
             Deltas: self._receive_deltas,
             **parts.frames.receivers,
         }
-        """Function for each type of frame from a node."""
+        """Function that applies a frame from a node, by the type of the frame."""
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
         self._closing = False

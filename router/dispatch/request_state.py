@@ -100,7 +100,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     """State of one request with its attempts. All times are monotonic seconds, as `now` of `step`."""
 
     since: float
-    """Start of the current state."""
+    """Monotonic time in seconds at which the current state began."""
     state: RequestState = RequestState.NEW
     attempt: int = 0
     """Number of the current attempt; 0 if there is none."""
@@ -125,7 +125,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     a cause.
     """
     first_at: float | None = None
-    """Time of the first token of any attempt; None before."""
+    """Monotonic time in seconds of the first token of any attempt; None before."""
     origin: "RequestLife | None" = None
     """State before an attempt from the queue or from another node, until its frame is delivered; None otherwise."""
     outcome: Outcome | None = None

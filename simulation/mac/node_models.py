@@ -30,9 +30,9 @@ class SimulatedModel:
     loaded: bool = False
     """Whether the model is in memory."""
     used: float = 0.0
-    """Time at which a request for this model was last admitted or ended; 0 before the first."""
+    """Virtual time in seconds at which a request for this model was last admitted or ended; 0 before the first."""
     ready_at: float = 0.0
-    """Time at which the running load of this model ends; 0 if no load of this model runs."""
+    """Virtual time in seconds at which the running load of this model ends; 0 if no load of this model runs."""
     loading: bool = False
     """Whether the model is being loaded, or waits for its turn to load."""
     holds: int = 0

@@ -135,9 +135,9 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     max_tokens: Tokens | None = None
     """Maximum generated tokens of each choice; None for the limit of the node, at most the context."""
     temperature: Real | None = None
-    """Divisor of the logits; 0: the most likely token."""
+    """Divisor of the logits; 0 selects the most likely token, None the default of the model."""
     top_p: Real | None = None
-    """Cumulative probability of the tokens to draw from; 1: of all tokens."""
+    """Cumulative probability of the tokens to draw from; 1 allows all tokens, None selects the default of the model."""
     seed: Signed | None = None
     """Seed of the draws; None for a random one."""
     stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
@@ -145,9 +145,10 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     n: Natural = 1
     """Number of choices."""
     top_k: Signed | None = None
-    """Number of most likely tokens to draw from; 0 or less: all tokens."""
+    """Number of most likely tokens to draw from; 0 or less allows all tokens, None selects the default of the model."""
     min_p: Real | None = None
-    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum."""
+    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum, None: the model's
+    default."""
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0

@@ -35,9 +35,9 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a model that is not downloaded. Sizes are bytes."""
 
     architecture: str = ""
-    """`model_type` of the model's config."""
+    """`model_type` of the model's config; empty if unknown."""
     quantization: str = ""
-    """Quantization of the weights for display, as in `Model.quantization`."""
+    """Quantization of the weights for display, as in `Model.quantization`; empty if unknown."""
     weights: int = 0
     """Bytes of the tensors once loaded."""
     stored: int = 0

@@ -71,7 +71,7 @@ class VideoMemoryProfile:
     base: int
     """Peak in bytes without the part that grows with the frame."""
     slope: float
-    """Bytes per spatial token."""
+    """Bytes of the peak for each spatial token of a frame."""
     margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
