@@ -31,7 +31,7 @@ class ConfigFault:
     key: str
     """Dotted name of the setting; empty for a fault of TOML syntax."""
     text: str
-    """Description of what is wrong."""
+    """Description of the fault, without the name of the setting."""
     near: str = ""
     """Known setting with a similar name, as a hint; empty without one."""
     meaning: str = ""

@@ -87,7 +87,7 @@ class RateState(NamedTuple):
     """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
 
     unit: str
-    """What the rate counts: `requests` or `tokens`."""
+    """Unit of the other fields: `requests` or `tokens`."""
     limit: int
     """Requests or tokens allowed per minute."""
     remaining: int

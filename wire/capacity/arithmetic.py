@@ -39,11 +39,11 @@ from wire.report import (
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
-"""Default margin divided by the cap."""
+"""Share of the cap that the default margin takes, 0 to 1."""
 MAX_MARGIN_BYTES = 12 * GIB
-"""Maximum default margin."""
+"""Maximum of the default margin, in bytes."""
 MIN_MARGIN_BYTES = 512 * MIB
-"""Minimum default margin."""
+"""Minimum of the default margin, in bytes."""
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6

@@ -143,7 +143,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop strings, which end a choice."""
     n: Natural = 1
-    """Number of choices."""
+    """Number of choices: answers to the same prompt."""
     top_k: Signed | None = None
     """Number of most likely tokens to draw from; 0 or less allows all tokens, None selects the default of the model."""
     min_p: Real | None = None
@@ -155,7 +155,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Factor for the logits of tokens that occurred: positive logits are divided by it, negative ones multiplied. 1
     selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are subtracted."""
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
-    """Bias by token id."""
+    """Pairs of a token id and the number that is added to its logit."""
     logprobs: bool = False
     top_logprobs: Natural = 0
     """Number of alternatives for each token, if `logprobs` is set."""
@@ -351,7 +351,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
     reasoning_tokens: Tokens = 0
-    """Completion tokens of reasoning."""
+    """Tokens of `completion_tokens` that belong to reasoning."""
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):

@@ -39,11 +39,11 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str = ""
     """Quantization of the weights for display, as in `Model.quantization`; empty if unknown."""
     weights: int = 0
-    """Bytes of the tensors once loaded."""
+    """Bytes of the tensors once loaded; 0 if unknown."""
     stored: int = 0
     """Bytes of the tensors on the disk."""
     context: int = 0
-    """Maximum tokens of a row."""
+    """Maximum tokens of a row; 0 if unknown."""
     kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
     """Parameters of the KV memory of a row."""
     transient: TransientModel = msgspec.field(default_factory=TransientModel)
