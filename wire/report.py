@@ -77,8 +77,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     margin: Size = 0
     """Bytes of the cap that are kept free for buffers of forwards."""
     phys: Size | None = None
-    """Footprint of the engine's process in bytes; None if unreadable: with `guard`, the node gets no new request then.
-    """
+    """Footprint of the engine's process in bytes; None if unreadable. With `guard`, the node gets no request then."""
     active: Size = 0
     """Active memory of MLX in bytes."""
     recent: Size = 0
