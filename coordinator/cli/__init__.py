@@ -95,14 +95,14 @@ SECTIONS = {
         "completion": ("coordinator.cli.commands.use:completion", "Print the completion script for a shell."),
     },
 }
-"""Section of the help → command → implementation and summary. The help is printed without an import of the
+"""Implementation and summary of each command, by section of the help. The help is printed without an import of the
 implementation."""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
-"""Command → implementation and summary."""
+"""Implementation and summary of each command, by the command's name."""
 NAMES = ("cluster", "macpool")
 """Names of the command. There are two, because graphviz installs another program `cluster` on many machines."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+"""Exit code of a command that Ctrl-C ended."""
 
 
 class LazyGroup(CommandGroup):

@@ -64,13 +64,13 @@ class ApiSession:
     """Options with which a command selects a coordinator and an output format."""
 
     state: Path
-    """State folder."""
+    """State folder of this machine."""
     url: str | None
     """URL of --url; None for the coordinator of the state folder or of `cluster login`."""
     key_file: Path | None
     """File of --key-file with an API key; None without the option."""
     output: str
-    """`text`, `wide` or `json`."""
+    """Format of the output: `text`, `wide` or `json`."""
 
     @property
     def json(self) -> bool:

@@ -28,7 +28,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
-    """Highest link number seen."""
+    """Highest sequence number of a link so far; 0 before the first."""
     instance: str = ""
     """Id of the agent process of the newest link; empty before the first link."""
     streak: int = 0

@@ -18,11 +18,11 @@ class MemberVersion:
     """Member of the cluster with the versions of its software."""
 
     name: str
-    """Name of the node."""
+    """Display name of the node."""
     version: str
     """Version of Macpool; empty if the node has not linked since the coordinator started."""
     protocol: int
-    """Protocol number; 0 if unknown."""
+    """Protocol version of the node; 0 if unknown."""
     state: str
     """State of the node, as in `wire.node_state.NodeState`."""
 

@@ -26,7 +26,7 @@ class Finding:
 
     result: Result
     text: str
-    """Description of the result."""
+    """Description of the result, as one sentence for a person."""
     fix: str = ""
     """Next step; empty if there is nothing to do."""
     numbers: Mapping[str, float | str | None] = field(default_factory=dict[str, "float | str | None"])

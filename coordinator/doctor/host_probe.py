@@ -36,7 +36,7 @@ class ToolOutput:
     """Result of a system tool that ended."""
 
     code: int
-    """Exit code."""
+    """Exit code of the tool."""
     text: str
     """Text of the tool's standard output."""
     error: str = ""
@@ -101,13 +101,13 @@ class HostProbe:
     session: ApiSession
     """Options that select the coordinator: the state folder, and optionally a URL and a key file."""
     platform: str = sys.platform
-    """Operating system, as in `sys.platform`."""
+    """Name of the operating system, as in `sys.platform`."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Environment variables."""
+    """Environment variables of the doctor's process, by name."""
     run: RunTool = run_tool
     """Function that runs tools and child processes."""
     dial: Dial = dial_tcp
-    """Function that tries a TCP connection."""
+    """Function that connects to a host and port by TCP."""
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
     get_power: Callable[[], PowerState] = read_power
@@ -142,7 +142,7 @@ class HostProbe:
 
     @property
     def mac(self) -> bool:
-        """Whether this is macOS."""
+        """Whether the operating system is macOS."""
         return self.platform == "darwin"
 
     @property

@@ -22,9 +22,9 @@ from wire.report import Hardware
 APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds after which a join request without an approval or rejection expires."""
 MAX_WAITING = 16
-"""Maximum waiting requests of all addresses together."""
+"""Maximum waiting join requests of all addresses together."""
 MAX_WAITING_PER_ADDRESS = 4
-"""Maximum waiting requests of one address."""
+"""Maximum waiting join requests of one address."""
 MAX_NEW_CODES = 256
 """Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. The chance that one matches a given code is 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
@@ -50,13 +50,13 @@ class WaitingNode:
     """Description of a node that waits for approval, as shown to a person."""
 
     code: str
-    """Code on the node's screen."""
+    """Short code that the node's screen shows, by which a person recognizes the node."""
     name: str
     machine: str
     hardware: Hardware
     address: str
     expires: float
-    """End of the wait, in monotonic seconds."""
+    """End of the wait for an approval, in monotonic seconds."""
     replaces: str = ""
     """Name of the member with the same machine id. Approval ends that member's certificate. Empty if there is none."""
 

@@ -73,7 +73,7 @@ class QuantizationRecord:
     peak: int = 0
     """Maximum memory footprint, in bytes, of the process that quantized; 0 if unknown."""
     is_linked: bool = True
-    """Whether the node is linked."""
+    """Whether the node has a link now."""
 
     def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
         """Return the quantization as a row of the API. `get_name` returns the display name of a node."""

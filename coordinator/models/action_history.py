@@ -29,7 +29,7 @@ class Swap(msgspec.Struct, frozen=True):
     """Last swap of a node: models that were unloaded for another model, and the load of that model."""
 
     model: str
-    """Model that needed the memory."""
+    """Model that needed the memory of the unloaded models."""
     cost_seconds: float
     """Expected seconds to load `model`, and later the unloaded models again; at least `MIN_SWAP_SECONDS`."""
     ended: bool
@@ -48,7 +48,7 @@ class NodeHistory(msgspec.Struct, frozen=True):
     done: WishAction | None = None
     """Action that ended last, if it succeeded; else None."""
     swap: Swap | None = None
-    """Last swap; None before the first."""
+    """Newest swap on the node; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):

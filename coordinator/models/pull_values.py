@@ -51,7 +51,7 @@ class NodePull:
     earlier: int = 0
     """Part of `fetched` that belongs to earlier orders."""
     retries: int = 0
-    """Retries since the last progress."""
+    """Number of retried orders since the last progress."""
     retry_at: float = 0.0
     """Time before which no order is sent, in seconds of the controller's clock; 0 if an order may be sent now."""
     rejects_mirror: bool = False
@@ -83,7 +83,7 @@ class PullState:
     nodes: Mapping[NodeId, NodePull]
     """Pull on each node, by the id of the node."""
     next_order: int
-    """Number of the next order."""
+    """Number of the next order of this pull."""
     mirror: Mirror | None = None
     """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])

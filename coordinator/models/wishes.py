@@ -51,7 +51,7 @@ class LoadWish(msgspec.Struct, frozen=True):
     """Display name of the node."""
     model: str
     seconds: float = 0.0
-    """Expected duration of the load; 0 if unknown."""
+    """Expected seconds of the load; 0 if unknown."""
     headroom: int = 0
     """Headroom of the node in bytes, by the report on which the action is based."""
 
@@ -118,7 +118,7 @@ class PoolState(msgspec.Struct, frozen=True):
     ledger: ReservationLedger
     """Reservations and model swaps of the router."""
     now: float
-    """Monotonic seconds."""
+    """Current time in monotonic seconds."""
     in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
     """Models of the running requests, by node; not read, and empty, if there are no wishes."""
     requested: frozenset[str] = frozenset()

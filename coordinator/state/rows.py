@@ -28,9 +28,9 @@ class MemberRow:
 
     node: NodeId
     name: str
-    """Display name."""
+    """Display name of the node."""
     machine: str
-    """Id of the machine."""
+    """Id of the machine on which the node runs."""
     hardware: Hardware
     serial: str
     """Serial (hex) of the node's newest certificate."""
@@ -91,7 +91,7 @@ class AuditRow:
 
     number: int
     at: float
-    """Time in Unix seconds."""
+    """Time of the action in Unix seconds."""
     actor: str
     """Id of a key; or `local`, `page`, `offline` or `node` (a node that joins)."""
     action: str

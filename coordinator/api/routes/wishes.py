@@ -29,7 +29,7 @@ from wire.identity import NodeId, is_valid_model
 MAX_WISHES = 100
 """Maximum wishes of a pool. A further wish is refused with 409."""
 MAX_IDLE_SECONDS = 30 * 86400.0
-"""Maximum of `WishBody.idle_unload_seconds`."""
+"""Maximum of `WishBody.idle_unload_seconds`: 30 days."""
 _Text = Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
 _Texts = Annotated[list[_Text], Field(max_length=100)]
 

@@ -66,9 +66,9 @@ class LeaseHold:
     generation: int
     job: str
     size: int
-    """Size in bytes."""
+    """Size of the lease in bytes."""
     since: float
-    """Unix time of the request; after a restart of the coordinator, of the grant."""
+    """Unix time in seconds of the request; after a restart of the coordinator, of the grant."""
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
