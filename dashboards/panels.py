@@ -82,12 +82,12 @@ class Panel:
     description: str
     """Description, which Grafana shows at the title."""
     unit: str
-    """Unit as Grafana names it."""
+    """Unit of the values, as Grafana names it."""
     queries: tuple[tuple[str, str], ...]
     """PromQL and legend of each query."""
     kind: Kind = Kind.LINES
     width: int = HALF
-    """Width in columns of 24."""
+    """Width of the panel in columns, of which a row has 24."""
     bad: float | None = None
     """Value from which a figure is red; None: never."""
     below: bool = False

@@ -32,7 +32,7 @@ class RequestOutcome:
     first_refused: bool = False
     """Whether the node of the first try refused the request; False before a refusal."""
     nodes: list[str] = field(default_factory=list[str])
-    """Node of each try, in order."""
+    """Name of the node of each try, in order."""
 
     @property
     def served(self) -> bool:

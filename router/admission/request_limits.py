@@ -25,7 +25,7 @@ MAX_IGNORED = 32
 """Maximum ignored fields named in the header of an answer. A body with more unknown fields at its top is refused."""
 MAX_STOPS = 16
 MAX_PARTS = 4096
-"""Maximum blocks of one message."""
+"""Maximum content parts of one message."""
 MAX_PROMPTS = 64
 """Maximum prompts of one completion: each is a separate request to the cluster."""
 MAX_INPUTS = 2048

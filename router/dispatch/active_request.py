@@ -130,7 +130,7 @@ class ActiveRequest:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Outcome; None before the end."""
+        """Outcome of the request; None before its end."""
         return self.life.outcome
 
     @property

@@ -39,7 +39,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Record of one placement decision: the demand, the candidates, and the chosen node or the refusal."""
 
     at: float
-    """Time in monotonic seconds."""
+    """Time of the decision in monotonic seconds."""
     request_id: str
     key: str
     demand: ResourceDemand
@@ -49,7 +49,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     refused: Refused | None = None
     """Refusal; None if a node was chosen."""
     nodes: int = 0
-    """Number of nodes in the cluster."""
+    """Number of nodes in the cluster at the decision."""
 
     def to_rows(self) -> list[dict[str, object]]:
         """Return one row per recorded candidate, with its memory and its expected times."""
@@ -64,7 +64,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     model: str
     stream: bool
     arrived: float
-    """Arrival in monotonic seconds."""
+    """Arrival of the request in monotonic seconds."""
     seconds: float
     """Duration of the request in seconds."""
     outcome: str

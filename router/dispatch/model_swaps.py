@@ -48,9 +48,9 @@ from wire.report import Model
 SWAP_AFTER_SECONDS = 5.0
 """Seconds after the arrival of a request before which no model in use is unloaded for it."""
 MIN_SLICE_SECONDS = 5.0
-"""Minimum slice, in seconds."""
+"""Seconds of a slice that do not depend on the load."""
 SLICE_LOAD_FACTOR = 8
-"""Factor by which the time of a load counts in a slice, in addition to `MIN_SLICE_SECONDS`."""
+"""Seconds that a slice lasts for each second of the load, in addition to `MIN_SLICE_SECONDS`."""
 MAX_SLICE_KEYS = 4
 """Maximum factor by which a slice is longer because the keys of its model have more weight."""
 WAIT_SLICES = 4

@@ -139,9 +139,9 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     name: str
     """Display name of the node."""
     model: str
-    """Model to load."""
+    """Name of the model that the node loads."""
     leaving: frozenset[str]
-    """Models to unload."""
+    """Names of the models that the node unloads."""
     request: int
     """Number of the queued request for which the node swaps."""
     began: float

@@ -18,13 +18,13 @@ from wire.frames import Message
 from wire.units import MIB
 
 MAX_RESPONSES = 4096
-"""Maximum answers of all keys together."""
+"""Maximum stored answers of all keys together."""
 MAX_STORED_BYTES = 128 * MIB
-"""Maximum bytes of the answers of all keys together."""
+"""Maximum sum of `StoredResponse.nbytes` of all keys together."""
 MAX_RESPONSES_PER_KEY = 512
-"""Maximum answers of one key."""
+"""Maximum stored answers of one key."""
 MAX_BYTES_PER_KEY = 32 * MIB
-"""Maximum bytes of the answers of one key."""
+"""Maximum sum of `StoredResponse.nbytes` of one key."""
 MAX_ITEM_ANSWERS = 32_768
 """Maximum answers of all keys together whose items are stored."""
 MAX_ITEM_BYTES = 32 * MIB
