@@ -126,12 +126,18 @@ def create_line_panel(title: str, about: str, unit: str, *queries: tuple[str, st
 def create_stat_panel(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
-    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`."""
+    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`.
+
+    Without `bad` the value is never red.
+    """
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
 def create_count_panel(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
-    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`."""
+    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`.
+
+    Without `bad` the values are never red.
+    """
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 

@@ -36,8 +36,9 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write the log events of this process to `file`, and warnings to standard error.
 
-    `level` is the lowest level in the file, such as `info`. `tap` gets each event that is written to the file.
-    Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be opened.
+    `level` is the lowest level in the file, such as `info`. `tap`, if given, gets each event that is written to the
+    file. Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be
+    opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)

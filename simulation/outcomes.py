@@ -40,14 +40,14 @@ class RequestOutcome:
         return isinstance(self.outcome, Finished)
 
     def record_try(self, node: str, now: float) -> None:
-        """Record that the request was sent to a node at `now`."""
+        """Record that the request was sent to a node at `now` (virtual seconds)."""
         self.tries += 1
         self.nodes.append(node)
         if self.first is None:
             self.sent = now
 
     def record_token(self, now: float) -> bool:
-        """Record generated tokens; return whether they are the first ones."""
+        """Record tokens that were generated at `now` (virtual seconds). Return whether they are the first ones."""
         if self.first is not None:
             return False
         self.first = now

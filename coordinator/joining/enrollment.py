@@ -124,12 +124,13 @@ class EnrollmentConnection:
         self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
-        """Monotonic time at which `poll` is due."""
+        """Monotonic time in seconds at which `poll` is due."""
         self.closed = False
         """Whether the caller must close the connection after it has sent the frames of the last call."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame.
+        """Process bytes that the peer sent before `now` (monotonic seconds), and return the frames to send. Invalid
+        bytes lead to a `Denied` frame.
 
         Discard the bytes and return no frames once `closed` is set.
         """
@@ -151,7 +152,8 @@ class EnrollmentConnection:
         return answers
 
     def process_frame(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame.
+        """Process one frame from the peer at `now` (monotonic seconds), and return the frames to send. An invalid frame
+        leads to a `Denied` frame.
 
         Return no frames once `closed` is set, and the frames of `poll` after the deadline.
         """
@@ -168,8 +170,11 @@ class EnrollmentConnection:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames to send after the deadline, a decision, or the loss of the place in the queue; else
-        none."""
+        """Return the frames to send at `now` (monotonic seconds) after the deadline, a decision, or the loss of the
+        place in the queue.
+
+        Return no frames otherwise, and once `closed` is set.
+        """
         decision = self._approval.decision if self._approval else None
         if self.closed:
             return []

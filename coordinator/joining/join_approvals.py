@@ -175,7 +175,7 @@ class ApprovalQueue:
         return [request.waiting for request in self._requests.values()]
 
     def approve(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
-        """Approve the node with this code. A wrong code counts towards the lock.
+        """Approve the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
         Return the decision, or that the code is wrong, or that decisions are locked. The code of an approval within
         `REPEAT_SECONDS` is not wrong: return that decision again.
@@ -183,7 +183,7 @@ class ApprovalQueue:
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
-        """Reject the node with this code. A wrong code counts towards the lock.
+        """Reject the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
         Return the decision, or that the code is wrong, or that decisions are locked.
         """

@@ -211,7 +211,7 @@ def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: A
 def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line as a JSON object.
 
-    `token` is a join token. `key` is the first API key, only if it was created now.
+    `token` is a join token. `key` is the first API key if this start has created it, else None.
     """
     tls, base_url, cluster_url = endpoint.tls, endpoint.address.build_url(), endpoint.cluster_address.build_url()
     answer: dict[str, Any] = {

@@ -151,7 +151,7 @@ class StreamedAnswer(Answer):
         self.opened = True
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the write buffer of the client's transport is full."""
+        """Record whether the write buffer of the client's transport is full (`blocked`)."""
         self.blocked = blocked
 
     def take_deltas(self) -> list[Delta]:

@@ -37,7 +37,8 @@ class GeneratedTokens:
         return tuple(map(tuple, self.ids)) if self.longest else ()
 
     def discard_ids(self, delta: Delta | None = None) -> None:
-        """Discard the ids and the ids of `delta`, and keep only their number: the answer can no longer be resumed."""
+        """Discard the stored ids, and do not store those of `delta`. Keep only their number: the answer can no longer
+        be resumed."""
         self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []
 

@@ -128,12 +128,12 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
     """Streamed answer of several requests; see `StreamedAnswer`."""
 
     def mark_opened(self) -> None:
-        """Record that the client has the status of the answer."""
+        """Record for all requests that the client has the status of the answer."""
         for answer in self._answers:
             answer.mark_opened()
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the write buffer of the client's transport is full."""
+        """Record for all requests whether the write buffer of the client's transport is full (`blocked`)."""
         for answer in self._answers:
             answer.set_blocked(blocked)
 

@@ -193,8 +193,8 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     """`logs`, `artifact:LEASE/NAME` or `metrics`. The answer to `metrics` is all of `NodeMeasures` as msgpack: `offset`
     and `limit` have no effect."""
     offset: Difference = 0
-    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0. If a log was
-    rotated since, such an offset is one of the rotated file instead."""
+    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0; if the log
+    was rotated meanwhile, it is an offset in the rotated file."""
     limit: Size = 0
     """Maximum bytes of the window."""
 

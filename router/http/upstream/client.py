@@ -98,7 +98,8 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
 
 
 def create_tls_context(authority: str | None) -> ssl.SSLContext:
-    """Return a context that verifies an upstream's certificate, by the file `authority` or by the system's authorities.
+    """Return a context that verifies an upstream's certificate, by the file `authority`, or if that is None, by the
+    system's authorities.
 
     The context ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise
     `OSError` for a file that cannot be used.
