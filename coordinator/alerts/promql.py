@@ -32,7 +32,7 @@ class Scalar(NamedTuple):
 
 
 Value = Vector | Scalar
-"""Value of an expression."""
+"""Value of an expression: the values of series by their labels, or one plain number."""
 
 
 class SampleHistory:
@@ -47,7 +47,7 @@ class SampleHistory:
         self._last: dict[tuple[str, Labels], float] = {}
         self._rises: dict[tuple[str, Labels], deque[tuple[float, float]]] = {}
         self.sample: Sample = {}
-        """Newest sample."""
+        """Newest sample; empty before the first."""
         self.now = 0.0
         """Time of the newest sample in monotonic seconds; 0 before the first."""
         self.wall = 0.0

@@ -27,7 +27,7 @@ SILENCE_SHOWN_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSources:
-    """Sources of the page's sections. A call returns the current content."""
+    """Sources of the page's sections. Call an instance to get the current content of all sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes

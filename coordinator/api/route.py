@@ -75,7 +75,7 @@ class Route:
 
     @property
     def max_body_bytes(self) -> int:
-        """Maximum bytes of the request body."""
+        """Maximum bytes of the request body: `MAX_PUBLIC_BODY_BYTES` for a public route, else `MAX_BODY_BYTES`."""
         return MAX_PUBLIC_BODY_BYTES if self.scope == PUBLIC_SCOPE else MAX_BODY_BYTES
 
     @property

@@ -113,7 +113,7 @@ class HostProbe:
     get_power: Callable[[], PowerState] = read_power
     """Function that reads power source and battery."""
     timeout_seconds: float = 4.5
-    """Time limit for all checks, in seconds."""
+    """Seconds from the common start of all checks after which an unfinished check is abandoned."""
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)

@@ -68,7 +68,7 @@ class ParsedHead:
     request_id: str = ""
     """Valid request id of the client; empty without one."""
     session: str = ""
-    """Session of the client; empty without one."""
+    """Name of the conversation from the header `x-session-id`; empty without one."""
 
 
 class FastPath:

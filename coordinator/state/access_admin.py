@@ -47,7 +47,7 @@ def load_pepper(state: Path, keys: int) -> bytes:
 
 
 class NameReservedError(ValueError):
-    """The name is reserved for the owner of this machine in the audit log."""
+    """The name is reserved in the audit log (`LOCAL_KEY_NAME` and `PAGE_KEY_NAME`)."""
 
 
 class NameTakenError(ValueError):

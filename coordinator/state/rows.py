@@ -64,7 +64,7 @@ class KeyRow:
     id: str
     name: str
     scopes: tuple[str, ...]
-    """Any of `infer`, `admin` and `metrics`."""
+    """Scopes of the key, each of them `infer`, `admin` or `metrics`."""
     digest: bytes
     """Digest of the key's text (`router.admission.api_keys.compute_digest`)."""
     created: float

@@ -65,7 +65,7 @@ class ArtifactFolder:
     async def fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Fetch the files of a job from its node and store them.
 
-        Files after the first `MAX_FILES`, with unusable names or without content are left out. Return the fault if
+        Files after the first `MAX_FILES`, files with unusable names and empty files are left out. Return the fault if
         files are invalid or cannot be stored; files already stored are then removed. Raise `FetchInterrupted` if the
         node does not answer now, and `ValueError` for an invalid job id.
         """

@@ -82,7 +82,7 @@ class VideoSnapshot:
     stored_bytes: int = 0
     """Size of all stored files, in bytes."""
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
-    """Completed share (0 to 1) of the job on each node."""
+    """Completed share (0 to 1) of the running job, by its node."""
     used: bool = False
     """Whether a node offers video models, or there is or was a job."""
 

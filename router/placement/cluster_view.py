@@ -116,7 +116,7 @@ class NodeView:
 
     @cached_property
     def takes_requests(self) -> bool:
-        """Whether the node takes new requests by its state and its report, as long as the report is new enough."""
+        """Whether the node takes new requests by its state and its report. The age of the report is not checked."""
         state, engine = self.state, self.engine.state
         return state == NodeState.READY and not self.cordoned and not self.draining and engine == "ready"
 

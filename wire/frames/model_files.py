@@ -45,7 +45,7 @@ class ModelOrderCode(StrEnum):
     SOURCE_LOST = "source_lost"
     """No source can be reached any more. The received pieces stay on the disk."""
     CONTENT_MISMATCH = "content_mismatch"
-    """The content does not have the digest of the manifest, or in a verification that of its blob name."""
+    """The digest of a file's content differs from the manifest, or in a verification from the name of its blob."""
     INVALID = "invalid"
     """The order cannot be performed, for example an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"

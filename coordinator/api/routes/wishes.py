@@ -38,7 +38,7 @@ class WishBody(Body):
     """Body with all properties of a wish. Nodes are given by name or id."""
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
-    """Number of nodes on which the model is loaded."""
+    """Number of nodes that should have the model loaded."""
     labels: _Texts = []  # noqa: RUF012
     """Labels that a node must all have to get a replica."""
     allow: _Texts = []  # noqa: RUF012
