@@ -170,7 +170,7 @@ class ApprovalQueue:
             del self._requests[request.waiting.code]
 
     def list_waiting(self, now: float) -> list[WaitingNode]:
-        """Return the nodes that wait at `now`, oldest first."""
+        """Return the nodes that wait at `now` (monotonic seconds), oldest first."""
         self._delete_expired(now)
         return [request.waiting for request in self._requests.values()]
 

@@ -69,7 +69,7 @@ class QuantizationRecord:
     message: str = ""
     """Reason of a failure, for a person; empty unless the quantization failed."""
     stored: int = 0
-    """Bytes of the weights of the quantized model."""
+    """Bytes of the weights of the quantized model; 0 unless the quantization succeeded."""
     peak: int = 0
     """Maximum memory footprint, in bytes, of the process that quantized; 0 if unknown."""
     is_linked: bool = True

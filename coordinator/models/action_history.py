@@ -62,9 +62,9 @@ class ActionFailure(msgspec.Struct, frozen=True):
     A load that was refused for memory is tried earlier if the headroom of the node has grown.
     """
     why: str
-    """Text of the last refusal or failure."""
+    """Text of the newest refusal or failure."""
     headroom: int | None = None
-    """Headroom of the node in bytes if the last action was refused for memory; None after any other failure.
+    """Headroom of the node in bytes if the newest action was refused for memory; None after any other failure.
 
     For a load, it is the larger of the headrooms before the order and after the refusal.
     """

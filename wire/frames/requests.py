@@ -130,7 +130,7 @@ The number 1.0 cannot do that, because a request without a penalty has it as wel
 
 
 class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
-    """Sampling parameters and limits of a request. None selects the default of the model."""
+    """Sampling parameters and limits of a request."""
 
     max_tokens: Tokens | None = None
     """Maximum generated tokens of each choice; None for the limit of the node, at most the context."""

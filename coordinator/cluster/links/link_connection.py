@@ -91,7 +91,7 @@ class ConnectionHandler(Protocol):
         ...
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin an enrolment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
+        """Begin the enrollment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
         reason if that is refused.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
