@@ -50,6 +50,6 @@ ALIVE = LINKED - {NodeState.SUSPECT}
 SERVING = LINKED - {NodeState.PAUSED}
 """States in which a node can hold requests."""
 SILENT = GONE | {NodeState.SUSPECT}
-"""States in which the last report is too old to be shown as current."""
+"""States in which the newest report is too old to be shown as current."""
 SCRAPABLE = LINKED | {NodeState.JOINING}
 """States in which a node's metrics are served."""

@@ -99,7 +99,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint`, `scripted` or `modelled` (simulation); empty before a reading."""
     age: Seconds = 0.0
-    """Age of the reading when the report was written, in seconds. In a node's report: of the engine's last report."""
+    """Age of the reading when the report was written, in seconds. In a node's report: of the engine's newest report."""
     total: Size = 0
     """RAM of the machine in bytes, or the limit of its container if that is less; 0 if unreadable."""
     base: Size = 0

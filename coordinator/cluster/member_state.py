@@ -20,7 +20,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     since: float
     """Monotonic time in seconds at which the current state began."""
     last_report_at: float | None = None
-    """Monotonic time in seconds of the last report or connect; None before the first."""
+    """Monotonic time in seconds of the newest report or connect; None before the first."""
     enrolled: bool = True
     """Whether the node is a member."""
     cordoned: bool = False

@@ -12,7 +12,7 @@ is trusted before its token or code is verified. After that, only its key, a val
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
 refused, unless the key of that member signed it. There are two other exceptions while that member is not linked. A
 person approved the code, shown as a replacement; or the token was created for a replacement (`JoinTokens.may_replace`).
-After `cluster node remove`, the machine enrols as a new node, which takes the place of the removed one in wishes for
+After `cluster node remove`, the machine enrolls as a new node, which takes the place of the removed one in wishes for
 models.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
@@ -63,7 +63,7 @@ NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class EnrollmentContext:
-    """Cluster for which nodes enrol, with the services that enrolment needs."""
+    """Cluster for which nodes enroll, with the services that enrollment needs."""
 
     name: str
     authority: ClusterCa
@@ -79,14 +79,14 @@ class EnrollmentContext:
 
 
 class EnrollmentServer:
-    """Entry point for enrolments, with a rate limit per address."""
+    """Entry point for enrollments, with a rate limit per address."""
 
     def __init__(self, cluster: EnrollmentContext, limit: RateLimit | None = None) -> None:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
-        """Begin an enrolment of a peer at `address` (without port). Return `Denied` above the rate limit.
+        """Begin the enrollment of a peer at `address` (without port). Return `Denied` above the rate limit.
 
         `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
         deadline.
@@ -105,7 +105,7 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
+    """Enrollment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
 
     `wake` is called when `poll` has frames to send before the deadline. `feed`, `process_frame` and `poll` raise
     `StoreError` after a failed write.
@@ -197,7 +197,7 @@ class EnrollmentConnection:
         return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
     def withdraw(self) -> None:
-        """End the enrolment without a result, and withdraw a pending approval."""
+        """End the enrollment without a result, and withdraw a pending approval."""
         self.closed = True
         if self._approval:
             self._cluster.approvals.withdraw(self._approval)

@@ -90,8 +90,8 @@ class JoinTokens:
         positive.
 
         `name` is shown in the list of tokens. With `replaces`, the machine of an unlinked member may join again in the
-        member's place without the member's key. This ends with the process. Delete the tokens that expired more than
-        `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
+        member's place without the member's key. This permission ends with the process. Delete the tokens that expired
+        more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")

@@ -29,7 +29,7 @@ class NodeFacts:
     in_flight: int
     """Number of requests on the node, counted by the coordinator."""
     reported_seconds_ago: float | None
-    """Seconds since the last report; None without one."""
+    """Seconds since the newest report; None without one."""
 
 
 def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class SimulatedNode:
         self._due = 0.0
         self._acked = self._sequence = 0
         self.dirty = True
-        """Whether the state has changed since the last report. A node with requests is always dirty."""
+        """Whether the state has changed since the newest report. A node with requests is always dirty."""
 
     @property
     def loads(self) -> int:

@@ -235,6 +235,6 @@ class PauseNode(Frame, frozen=True, array_like=True, gc=False):
     """
 
     seconds: Seconds | None
-    """Duration; None until a person resumes the node, 0 to resume now."""
+    """Duration of the pause in seconds; None until a person resumes the node, 0 to resume now."""
     by: Text = ""
     """Name of the person or API key that paused the node."""

@@ -52,7 +52,7 @@ class Duration(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds of a duration.
 
-        Raise `click.BadParameter` if `value` is not a duration, is 0, or is above `MAX_DURATION_SECONDS`.
+        Raise `click.BadParameter` if `value` is not a duration above 0, or is above `MAX_DURATION_SECONDS`.
         """
         if isinstance(value, float):
             return value

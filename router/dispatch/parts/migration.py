@@ -133,7 +133,7 @@ class Migration:
     def _migrate_request(self, request: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it; return whether it moved.
 
-        `silent` is the time since the node's last report in seconds; None for a drain. A request leaves a silent node
+        `silent` is the time since the node's newest report in seconds; None for a drain. A request leaves a silent node
         only if this time is at least `compute_silence_limit_seconds` for the other node.
         """
         restarts = request.tokens.unbegun and not request.answer.begun
