@@ -34,8 +34,8 @@ class NodePull:
     order: int = 0
     """Number of the newest order; 0 before the first."""
     source: SourceKind = SourceKind.HUB
-    """Source of the newest order. `MIRROR` also if the node reports that another pull of the same files, to which the
-    order is attached, gets them from a mirror."""
+    """Source of the newest order. `SourceKind.MIRROR` also if the node reports that another pull of the same files, to
+    which the order is attached, gets them from a mirror."""
     is_linked: bool = False
     unlinked_at: float = 0.0
     """Time at which the link was last lost, in seconds of the controller's clock."""
@@ -187,7 +187,7 @@ class PullCancelled:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Event: a time of `find_deadline` has come."""
+    """Event: a time of `pull_state.find_deadline` has come."""
 
 
 Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
@@ -198,7 +198,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node. `mirror` is the source if `source` is `MIRROR`; None for the hub."""
+    """Action: send PullModel to a node. `mirror` is the source if `source` is `SourceKind.MIRROR`; None for the hub."""
 
     node: NodeId
     order: int

@@ -17,7 +17,8 @@ class ClusterMeta:
     name: str = ""
     """Display name of the cluster; empty before the cluster is created."""
     epoch: int = 0
-    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
+    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `restore.RESERVED_EPOCHS`.
+    """
     generation: int = 0
     """Generation of the coordinator. Every restore of a backup raises it to at least the Unix time of the restore."""
 

@@ -123,7 +123,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     delay: float = 0.0
     """Sum of the seconds by which this request delays the prompts of other requests on the node, plus weighted stalls.
 
-    The stalls are those of running rows, with the weight `ROW_WEIGHT`.
+    The stalls are those of running rows, with the weight `weights.ROW_WEIGHT`.
     """
 
     @property

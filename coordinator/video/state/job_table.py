@@ -72,7 +72,8 @@ class LeaseHold:
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
-    """Consecutive reports of the node without this lease. At `MAX_MISSED_REPORTS` the lease counts as lost."""
+    """Consecutive reports of the node without this lease. At `lease_transitions.MAX_MISSED_REPORTS` the lease counts as
+    lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class Migration:
 
         Return the number of requests that stay on the node. A request stays if no other node has room and a link now; a
         later call may migrate it. A request also stays if its answer can neither restart nor resume, and after
-        `MAX_LOSSES` losses.
+        `recovery.MAX_LOSSES` losses.
         """
         return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
 

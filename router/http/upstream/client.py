@@ -194,8 +194,9 @@ class UpstreamClient:
     ) -> UpstreamError:
         """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
 
-        `outcome` is one of `UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and `retry_after` its
-        Retry-After in seconds, None without one. `is_fault` is whether the error counts as a fault of the upstream.
+        `outcome` is one of `counters.UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and
+        `retry_after` its Retry-After in seconds, None without one. `is_fault` is whether the error counts as a fault of
+        the upstream.
         """
         return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after, is_fault=is_fault)
 
