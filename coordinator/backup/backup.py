@@ -218,7 +218,10 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _find_outside_files(config: Path) -> tuple[str, ...]:
-    """Return the paths of certificate files that the settings file names; empty if the file cannot be read."""
+    """Return the paths of the certificate and key files that the settings file names.
+
+    Return an empty tuple if the settings file is missing or cannot be read.
+    """
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
     except (OSError, ValueError):

@@ -72,7 +72,7 @@ class NodeDirectory:
         return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
     def _list_linked_views(self) -> list[NodeView]:
-        """Return the views of nodes with a current report; a node that is gone reports nothing."""
+        """Return the views of the nodes that have reported and whose state is not in `GONE`."""
         views = [self._registry.get_node_view(node) for node in self._records.list_reported()]
         return [view for view in views if view.state not in GONE]
 

@@ -169,7 +169,10 @@ class HostProbe:
             return CoordinatorAnswer(None, code, str(getattr(error, "message", error)))
 
     def _run_child(self, module: str, *arguments: str) -> dict[str, Any] | None:
-        """Run a module of this project as a child process. Return None if it does not answer in time."""
+        """Run a module of this project as a child process, and return the JSON object in its last line.
+
+        Return None if the child fails, does not end in time, or prints no such object.
+        """
         result = self.run(
             (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.timeout_seconds - CHILD_MARGIN_SECONDS)
         )

@@ -242,7 +242,10 @@ class RateLimits:
     def _describe_exceeded_bound(
         self, meter: _KeyMeter, limits: KeyLimits, prompt_tokens: int, prompt_bytes: int
     ) -> str:
-        """Describe the bound that a request would exceed with its key's open requests; empty if it fits."""
+        """Describe the bound that a request would exceed with its key's open requests; empty if it fits.
+
+        A request alone exceeds no bound of tokens or bytes.
+        """
         running, settings = meter.running, self._settings
         most = limits.concurrency or settings.max_requests_per_key
         if running >= most:

@@ -63,7 +63,7 @@ def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits
 async def _ask_nodes(
     dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits, *, names_others: bool
 ) -> int | Problem:
-    """Ask nodes in turn, those with the model loaded first.
+    """Ask nodes in turn, those with the model loaded first. Return the count, or the problem.
 
     `names_others`: the refusal of an unknown model may name other models.
     """

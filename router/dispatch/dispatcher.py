@@ -192,7 +192,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:
-        """Retry the queued requests on the nodes that have changed."""
+        """Advance the model swaps under way, and retry the queued requests on the nodes that have changed."""
         changes = self._parts.changes
         changes.begin_retry()
         if self.ledger.turns:

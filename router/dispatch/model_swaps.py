@@ -228,7 +228,7 @@ class SwapPlanner:
     def _has_slice_ended(
         self, name: str, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float
     ) -> bool:
-        """Return whether the slice of a model on a node has ended."""
+        """Return whether the slice of a loaded model on a node has ended; False for a model that is not loaded."""
         since = self._loaded_since.get((option.node.id, name))
         return since is not None and now - since >= self.compute_slice_seconds(
             name, queued.model, option.node, snapshot
@@ -352,7 +352,7 @@ def _choose_models_to_unload(
 
 
 def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
-    """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
+    """Return the weight of the keys that use, or wait for, `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(

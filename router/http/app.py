@@ -201,7 +201,7 @@ class RouterApp:
         await respond.generate(exchange, self._dispatcher, parsed, [replace(specs[0], may_leave_pool=True)], forward)
 
     def _may_forward(self, specs: Sequence[RequestSpec]) -> bool:
-        """Return whether an upstream may take a request: it has one prompt and perhaps names an alias."""
+        """Return whether an upstream may take a request: it has one prompt, and may name an alias with an upstream."""
         dispatcher = self._dispatcher
         return len(specs) == 1 and dispatcher.names.may_mean_upstream(specs[0].demand.model, dispatcher.view)
 

@@ -280,7 +280,7 @@ def _sanitize_size(size: int | None) -> int | None:
 
 
 def _make_printable(text: str) -> str:
-    """Return a node's text without control characters and escape sequences, cut to `MAX_TEXT_CHARS` characters."""
+    """Return the first `MAX_TEXT_CHARS` characters of a node's text, with `?` for each unprintable one."""
     text = text[:MAX_TEXT_CHARS]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 

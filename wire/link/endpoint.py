@@ -156,7 +156,7 @@ class LinkEndpoint:
         self.on_opened()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes; close the connection if more than MAX_UNSENT_BYTES wait for the peer."""
+        """Write bytes; abort the connection if more than MAX_UNSENT_BYTES wait for the peer."""
         if self.transport is None or self.transport.is_closing():
             return
         if self._paused:

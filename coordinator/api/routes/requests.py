@@ -91,8 +91,10 @@ class RequestRoutes:
     def _preview(
         self, demand: ResourceDemand, target: ModelTarget
     ) -> tuple[str, Placement | NoPlacement, list[PassedOver]]:
-        """Return the model, its placement, and the candidates of an alias before it. Without a placement the model is
-        the first candidate."""
+        """Return the model, its placement, and the candidates of an alias before it.
+
+        Without a placement, the model is the first candidate, and all candidates of an alias were passed over.
+        """
         passed_over: list[PassedOver] = []
         results: list[NoPlacement] = []
         for model in target.candidates:

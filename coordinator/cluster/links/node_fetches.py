@@ -29,7 +29,7 @@ class _FetchWindow:
         self._pieces = limit // MIN_CHUNK_BYTES + 2
 
     def put(self, answer: FetchChunk) -> None:
-        """Queue a piece. Raise `WireError`, which ends the link, if the answer exceeds the requested size."""
+        """Queue a piece. Raise `WireError`, which ends the link, if the answer has too many bytes or pieces."""
         self._bytes -= len(answer.payload)
         self._pieces -= 1
         if self._bytes < 0 or self._pieces < 0:

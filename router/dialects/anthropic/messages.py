@@ -119,7 +119,7 @@ def _list_parts(block: Block) -> Sequence[ResultBlock]:
 
 
 def _is_omitted(block: Block) -> bool:
-    """Return whether a block is no text, such as an image or a PDF file, or of an unknown type."""
+    """Return whether a block has no text for the prompt, such as an image, a PDF file, or one of unknown type."""
     if isinstance(block, DocumentBlock):
         return isinstance(block.source, ForeignPart)
     return isinstance(block, ForeignPart) and block.type != "tool_reference" and not _get_summary(block)

@@ -144,7 +144,10 @@ def check_unload(raw: bytes) -> Problem | None:
 def _build_load(
     body: OllamaBody, raw: bytes, ignored: tuple[str, ...], *, strict: bool, chat: bool
 ) -> OllamaRequest | Problem:
-    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama."""
+    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama.
+
+    Return the problem of `check_unload` if the body unloads the model instead.
+    """
     unload = check_unload(raw)
     if unload is not None:
         return unload
@@ -280,7 +283,7 @@ def _convert_messages(body_messages: Iterable[OllamaMessage]) -> list[Message] |
 
 
 def _find_answered_call(waiting: Mapping[str, str], name: str) -> str:
-    """Return the id of the first call without a result, of this name if one is given."""
+    """Return the id of the first call without a result, of this name if one is given; empty if there is none."""
     return next((call for call, called in waiting.items() if not name or called == name), "")
 
 

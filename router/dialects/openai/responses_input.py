@@ -109,7 +109,8 @@ def _convert_item(item: OwnItem, offered: Mapping[tuple[str, str], str]) -> Mess
 def _convert_foreign_item(item: ForeignItem, path: str) -> Message | Problem | None:
     """Convert a call that another server or its client ran, or its result. Return None if the prompt omits the item.
 
-    A search that ran on a server is omitted, because the answer after it has its result.
+    A search that ran on a server is omitted, because the answer after it has its result. Return a 400 problem for an
+    item of `COMPACTIONS`, and for arguments or a result that cannot be encoded.
     """
     if item.type in COMPACTIONS:
         why = f"{path}.type {item.type!r} is not supported: only its server can read it: begin a new conversation"

@@ -130,7 +130,8 @@ class Assignment:
         return False
 
     def _is_full(self, request: ActiveRequest, candidate: Candidate) -> bool:
-        """Return whether a node lacks only memory, and has not just refused the request."""
+        """Return whether a node has the model loaded, lacks only memory, swaps no model, and has not just refused the
+        request."""
         return (
             candidate.code is RefusalCode.NO_ROOM
             and candidate.model is not None

@@ -162,7 +162,8 @@ class QueuedRequests:
         return True
 
     def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
-        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
+        """Decide over all nodes where the changed nodes show that waiting may be useless. Return whether the request
+        was sent or ended.
 
         Waiting may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """
