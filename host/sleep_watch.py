@@ -24,7 +24,7 @@ log = structlog.get_logger("host.sleep_watch")
 POLL_INTERVAL_SECONDS = 2.0
 """Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
-"""Minimum change of the difference between the two clocks that counts as a sleep."""
+"""Minimum change, in seconds, of the difference between the two clocks that counts as a sleep."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
 """Seconds awake in a row after which an announced sleep ends without a notice: the system cancelled the sleep, or sent

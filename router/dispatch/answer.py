@@ -17,13 +17,13 @@ from router.dispatch.request import CompleteAnswer, Outcome
 from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
-"""Overhead in `Answer.buffered` of one pending delta, and of one collected tool call."""
+"""Number that `Answer.buffered` adds to the characters of one pending delta, and of one collected tool call."""
 LOGPROB_BYTES = 96
-"""Overhead in `Answer.buffered` of one token's log probability, and of each alternative."""
+"""Number that `Answer.buffered` adds for one token's log probability, and for each alternative."""
 MAX_DELTAS_TAKEN = 256
 """Maximum deltas that one call of `take_deltas` returns: a slow reader shows its progress by further calls."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Maximum `Answer.buffered` of an answer that is not streamed."""
+"""Maximum of `Answer.buffered`, in characters with overheads, for an answer that is not streamed."""
 
 
 class Answer:
