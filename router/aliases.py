@@ -11,7 +11,7 @@ UPSTREAM_PREFIX = "upstream:"
 MAX_ALIASES = 256
 """Maximum aliases of the settings."""
 MAX_CANDIDATES = 32
-"""Maximum candidates of one alias, after its aliases are expanded: each is tried in every placement."""
+"""Maximum candidates of one alias, after its aliases are expanded. A placement may try all of them."""
 
 Aliases = Mapping[str, Sequence[str]]
 

@@ -119,7 +119,8 @@ class RequestRoutes:
     async def request(self, request_id: str) -> dict[str, Any]:
         """Return the records of all requests with this id: phase or end, steps, and placement decisions.
 
-        Each decision has the memory arithmetic of every node. Raise `ProblemError` 404 if nothing is stored.
+        A decision has the memory arithmetic of its stored candidates (`MAX_CANDIDATES_KEPT`). Raise `ProblemError` 404
+        if nothing is stored.
         """
         history = self._traffic.history
         records, decisions = history.find_requests(request_id), history.find_decisions(request_id)

@@ -1,7 +1,7 @@
 """Placement of requests that name an alias: its candidates are tried in order at every attempt.
 
 The first candidate that can start now gets the request. If none can, the request goes to the upstream of the alias if
-possible. Otherwise it waits for the first candidate that could ever take it. Every retry tries all candidates again.
+possible. Otherwise it waits for the first candidate that could ever take it. A retry begins again with the first one.
 The candidate is fixed once the client has the head of a stream or tokens exist, because the answer names its model.
 """
 
