@@ -57,7 +57,7 @@ class SleepNotificationListener:
         return bool(registered)
 
     def stop(self) -> None:
-        """Stop listening and end the thread. The call waits at most ANSWER_TIMEOUT_SECONDS."""
+        """Stop listening and end the thread, if it is registered. The call waits at most ANSWER_TIMEOUT_SECONDS."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)
