@@ -45,7 +45,7 @@ def find_alias_fault(aliases: Aliases, upstreams: Collection[str] = ()) -> str:
 
 
 def list_candidates(aliases: Aliases, alias: str) -> tuple[str, ...]:
-    """Return the candidates of an alias without cycles: models in order, and perhaps an upstream at the end.
+    """Return the candidates of an alias: models in order, and perhaps an upstream at the end.
 
     A candidate that is an alias is replaced by its candidates. Of equal candidates, the first one stays. Raise
     `KeyError` if `aliases` has no alias of exactly this name.

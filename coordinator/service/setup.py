@@ -186,7 +186,8 @@ def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceStat
 
 
 def summarize_output(host: ServiceHost) -> str:
-    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if there is no such file."""
+    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if its file cannot be read.
+    """
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:

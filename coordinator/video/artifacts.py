@@ -49,7 +49,7 @@ It raises LookupError if the node is not linked or cannot answer, TimeoutError i
 
 
 class FetchInterrupted(Exception):
-    """Raised when a node does not answer now. The node still has the files, and a later fetch may succeed."""
+    """Raised when a node does not answer now, or does not have a file now. A later fetch may succeed."""
 
 
 class ArtifactFolder:
