@@ -186,8 +186,7 @@ def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceStat
 
 
 def summarize_output(host: ServiceHost) -> str:
-    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if its file cannot be read.
-    """
+    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if it cannot be read."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:

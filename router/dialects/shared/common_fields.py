@@ -59,7 +59,7 @@ class StrictPart(BaseModel):
     """Base of all bodies and their parts: no conversion between types, and no unknown field unless `FieldTable.parse`
     ignores it.
 
-    The validator of a body is built at its first request, in any thread. This needs pydantic 2.14, which takes a lock.
+    The validator of a body is built at its first request, in any thread. For that, pydantic 2.14 takes a lock.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)

@@ -180,7 +180,7 @@ def _describe_scope(pem: str) -> str:
 
 
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a PEM file of the system's authorities and `pem`, for programs that need a file. Return its path.
+    """Write a PEM file of the authorities in `BUNDLES` and `pem`, for programs that need a file. Return its path.
 
     A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be read or written.
     """
