@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all texts, answered with their vectors."""
+"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all inputs, answered with their vectors."""
 
 from collections.abc import Sequence
 from typing import cast
