@@ -262,8 +262,7 @@ def restart(ctx: click.Context) -> None:
 )
 @click.pass_context
 def logs(ctx: click.Context, follow: bool, lines: int) -> None:
-    """Print the output of the service: starts, stops, warnings. The complete logs are in STATE/logs (`cluster logs`).
-    """
+    """Print the output of the service: starts, stops, warnings. Complete logs are in STATE/logs (`cluster logs`)."""
     from coordinator.service.plan import UNIT
     from coordinator.service.service_manager import ServiceHost
 
