@@ -23,7 +23,7 @@ INPUT_TOKENS = 512
 """Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
 last token."""
 UNSENT_TOKENS = 8
-"""Maximum tokens of one choice that are generated and never sent: the end token, and tokens held back for a stop
+"""Tokens of one choice that a node may count without sending them: the end token, and tokens held back for a stop
 string."""
 QUOTING = {
     RefusalCode.INVALID: "its grammar or a value is invalid for this model; the response to the client has the details",

@@ -30,8 +30,8 @@ _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem.
 
-    Nodes with the model are asked in turn, nodes that have loaded the model first. The result is the first count,
-    failure, or refusal for a reason that holds on every node; without one, the newest refusal.
+    Nodes with the model are asked in turn, nodes that have loaded the model first. The first count, failure, or refusal
+    that other nodes would repeat is the result. Without one, it is a refusal that applies to one node.
     """
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)

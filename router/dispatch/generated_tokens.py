@@ -47,8 +47,8 @@ class GeneratedTokens:
         self._discarded += tokens
 
     def discard_excess(self) -> None:
-        """Discard the ids if a choice has more tokens than `limit`. More tokens than requested are not credible; more
-        than `MAX_KNOWN_TOKENS` would take too much memory."""
+        """Discard the ids if a choice has more tokens than `limit`, which are not credible, or without a requested
+        limit too many to store."""
         if self.longest > self._limit:
             self.discard_ids()
 

@@ -194,7 +194,7 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
 
 
 def _combine_ends(ends: Sequence[Finished], choices: int) -> Finished:
-    """Combine the ends: reasons and stop strings in order, tokens added up."""
+    """Combine the ends: reasons and stop strings in order, tokens added up, timings of the first."""
 
     def pad(of: Sequence[str], default: str) -> tuple[str, ...]:
         return (tuple(of) + (default,) * choices)[:choices]
