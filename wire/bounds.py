@@ -75,7 +75,7 @@ Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 """One or two sentences, a path, a URL or a stop string, of at most `MAX_TEXT_CHARACTERS`."""
 ErrorText = Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)]
-"""Error text with the next step, of at most `MAX_MESSAGE_CHARACTERS`."""
+"""Error text for a person, of at most `MAX_MESSAGE_CHARACTERS`."""
 Long = Annotated[str, Meta(max_length=MAX_LONG_CHARACTERS)]
 """Long text of a request or an answer: content, tools, arguments, a grammar, or a text to embed."""
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]

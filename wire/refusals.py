@@ -143,7 +143,7 @@ class Refused(WireStruct, frozen=True, array_like=True, gc=False):
 
     code: RefusalCode
     message: ErrorText
-    """Text for the client, with the next step."""
+    """Text for the client."""
     numbers: MemoryNumbers | None = None
     """Numbers of the memory check that refused; None for any other reason."""
     retry_after: Seconds | None = None

@@ -143,7 +143,7 @@ class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
     ready: bool = False
     """Whether the node can accept a lease."""
     cause: Text = ""
-    """Reason why the node is not ready, with the next step; empty if it is ready."""
+    """Reason why the node is not ready; empty if it is ready."""
     ray: Word = ""
     """Id of the node's Ray cluster; empty while it does not run."""
     packages: Annotated[tuple[VideoPackage, ...], Meta(max_length=MAX_MODELS)] = ()

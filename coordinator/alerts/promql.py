@@ -4,9 +4,9 @@ Prometheus and the coordinator must agree on the meaning of an alert, hence the 
 tree. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
 which it holds. Two vectors match where all their labels are equal.
 
-Two differences from PromQL: `Increase` adds observed increases without extrapolation, and a series that is absent from
-the newest sample has no value. Rules compare with 0 or with coarse shares, for which both agree. A test evaluates each
-rule with both.
+Differences from PromQL: `Increase` adds observed increases without extrapolation. A series that is absent from the
+newest sample, and a division by 0, have no value. Rules compare with 0 or with coarse shares, for which both agree. A
+test evaluates each rule with both.
 """
 
 from abc import ABC, abstractmethod

@@ -203,8 +203,8 @@ def post_message(
 class Webhook:
     """Sender of messages about conditions, in order, with a bounded queue and retries.
 
-    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status.
-    `send` raises `OSError` or `WebhookError` for a failed attempt.
+    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status. `send` raises
+    `OSError`, `UnicodeError` or `WebhookError` for a failed attempt.
     """
 
     def __init__(

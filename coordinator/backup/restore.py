@@ -55,7 +55,7 @@ CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """The backup cannot be read or restored. The text has the reason and the next step."""
+    """The backup cannot be read or restored. The text has the reason, and the next step where one is known."""
 
 
 class PassphraseNeeded(RestoreError):

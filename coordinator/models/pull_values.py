@@ -60,7 +60,7 @@ class NodePull:
     code: str = ""
     """Code of the newest ended order; empty before the first end."""
     message: str = ""
-    """Fault with the next step; empty without one."""
+    """Fault, for a person; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)

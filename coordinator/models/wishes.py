@@ -86,7 +86,7 @@ WishAction = LoadWish | UnloadWish
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """Reason why a wish is not met. `text` contains the missing nodes or bytes, and the next step."""
+    """Reason why a wish is not met. `text` names the actions under way, and the nodes or bytes that are missing."""
 
     model: str
     text: str

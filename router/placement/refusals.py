@@ -1,4 +1,4 @@
-"""Refusals of placement: why no node takes a request, with the numbers and the next step.
+"""Refusals of placement: why no node takes a request.
 
 "Can never fit" needs an exact count of the prompt, or a final refusal by every node with the model. It also requires
 that no member could hold the request, including sleeping and absent members.

@@ -183,7 +183,7 @@ class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):
     code: Word
     """A `ModelOrderCode`, or the code of a newer node, which counts as `failed`."""
     message: ErrorText = ""
-    """Reason with the next step; empty after `completed`."""
+    """Reason, for a person; empty after `completed`."""
     content: Word = ""
     """Content hash of the model (`ModelVersion.content`), if its files were hashed; else empty."""
     fetched: Size = 0

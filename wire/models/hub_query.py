@@ -82,6 +82,6 @@ class HubRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     code: str
     """A `wire.frames.ModelOrderCode`."""
     message: str
-    """One sentence with the next step, without secrets."""
+    """Text for a person, without secrets."""
     retry_after: float = 0.0
     """Minimum seconds before the next try; 0 if unknown."""
