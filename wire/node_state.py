@@ -9,7 +9,7 @@ class NodeState(StrEnum):
     JOINING = "joining"
     """The node has joined or linked again, and has not reported since."""
     READY = "ready"
-    """The link and its reports are alive."""
+    """The node is linked, its reports arrive in time, and it accepts requests."""
     SUSPECT = "suspect"
     """Reports are late. The node gets no new requests."""
     ASLEEP = "asleep"

@@ -26,7 +26,8 @@ class FailureCode(StrEnum):
     LINK_LOST = "link_lost"
     """The request was sent over the older of two links of its node, and that link was lost."""
     NODE_LOST = "node_lost"
-    """The node was lost."""
+    """The node was lost or gave the request up, and no other node could continue it. A command to a lost node ends so
+    as well."""
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was above cap − leases, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"
@@ -34,7 +35,7 @@ class FailureCode(StrEnum):
     GRAMMAR_FAILED = "grammar_failed"
     """No answer can satisfy the grammar. The client has to change the grammar."""
     ANSWER_TOO_LONG = "answer_too_long"
-    """The answer exceeds a limit of the router."""
+    """An answer that is not streamed is longer than the router stores."""
     CANCELLED = "cancelled"
     """The client has disconnected, or the request was cancelled."""
     SLOW_CLIENT = "slow_client"

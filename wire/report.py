@@ -335,7 +335,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_read_bytes: Natural = 0
     """Bytes that were read from the disk for the restored prompts."""
     disk_saves: Natural = 0
-    """Number of parts that were passed to the writer of the disk cache."""
+    """Number of parts of prefixes that were passed to the writer of the disk cache."""
     disk_persisted: Natural = 0
     """Number of parts that were written completely."""
     disk_drops: Natural = 0
@@ -347,7 +347,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     store: Word = ""
     """Identity of the folder of the disk cache, which outlives the engine process; empty without a disk cache."""
     disk_waiting: Natural = 0
-    """Number of prefixes and parts that wait to be written."""
+    """Number of prefixes, and of parts of prefixes, that wait to be written."""
     disk_quota: Size = 0
     """Bytes that the files may have now (setting `engine.mlx.disk_cache_size`)."""
     disk_budget: Size = 0

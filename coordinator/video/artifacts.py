@@ -161,7 +161,8 @@ class ArtifactFolder:
 
 
 def compute_max_bytes(job: VideoJob, kind: str) -> int:
-    """Return the maximum bytes of a job's file of a kind: its frames without compression, and `SLACK_BYTES`."""
+    """Return the maximum bytes of a job's file of a kind: its frames without compression, one for a thumbnail, and
+    `SLACK_BYTES`."""
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 

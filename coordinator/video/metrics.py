@@ -16,7 +16,7 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """Upper bounds of the buckets of `VideoCounters.confirm_seconds`, in seconds."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
-"""Ends of jobs, as a label of metrics."""
+"""Values of the metrics label for the end of a job."""
 REASONS = (
     frozenset[str](LeaseEndCode) - {LeaseEndCode.COMPLETED}
     | frozenset[str](JobFaultCode) - {JobFaultCode.CANCELLED}

@@ -266,7 +266,7 @@ class SimulatedNode:
         self._settle(max(self._loop.time(), self._due))
 
     def drop_requests(self) -> None:
-        """Delete all requests without a frame to the router, because the link is lost."""
+        """Delete all requests because the link is lost. The router gets no frames about them."""
         now = self._interrupt()
         for request in list(self._requests.values()):
             self._engine.preemptor.drop(request.sequence, now)
