@@ -26,8 +26,8 @@ class FailureCode(StrEnum):
     LINK_LOST = "link_lost"
     """The request was sent over the older of two links of its node, and that link was lost."""
     NODE_LOST = "node_lost"
-    """The node was lost or gave the request up, and no other node could continue it. A command to a lost node ends so
-    as well."""
+    """The node was lost or gave the request up, and no other node could continue it. Or: the node of a command was
+    lost."""
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was above cap − leases, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"

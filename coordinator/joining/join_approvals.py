@@ -93,7 +93,8 @@ class DecidedApproval:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """Result of a decision with a code that no waiting node has. `tries_left` wrong codes are left until the lock."""
+    """Result of a decision with a code that no waiting node has. `tries_left` is the number of further wrong codes
+    until all decisions are blocked."""
 
     tries_left: int
 

@@ -149,7 +149,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 
     @property
     def ready(self) -> bool:
-        """Whether a request has deltas, its end or a keep-alive to send."""
+        """Whether a request has deltas or a keep-alive to send, or the combined outcome is known."""
         return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
     def take_deltas(self) -> list[Delta]:
