@@ -27,7 +27,7 @@ from wire.node_state import ALIVE, GONE, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
 
 CORRELATION_WINDOW_SECONDS = 5.0
-"""Seconds within which losses of several nodes count as one event."""
+"""Seconds within which nodes must fall silent to count together for self-suspicion."""
 
 
 class Membership(msgspec.Struct, frozen=True):

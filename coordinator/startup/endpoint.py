@@ -134,7 +134,7 @@ async def serve_http(
 def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: AsyncExitStack) -> Forwarder | None:
     """Create the forwarder to the upstreams of the settings; None without upstreams. `stack` closes its connections.
 
-    Raise `SettingsError` for a key file that cannot be used.
+    Raise `SettingsError` for a file of a key or an authority that cannot be used.
     """
     if not settings.upstreams:
         return None
