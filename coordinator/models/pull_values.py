@@ -42,7 +42,7 @@ class NodePull:
     phase: str = ""
     """Phase that the node reported last for its newest order; empty before a report, and without an open order."""
     done: int = 0
-    """Bytes of the model on the node's disk."""
+    """Bytes done in the phase, as the node last reported (`ModelOrderProgress.done`); after completion all bytes."""
     total: int = 0
     speed: float = 0.0
     """Bytes per second, as the node last reported; 0 without an open order."""
