@@ -31,9 +31,9 @@ class Certificate:
     serial: str
     """Serial number in hexadecimal digits."""
     issued: float
-    """Time of creation: the first moment of the validity plus `BACKDATED_SECONDS`."""
+    """Unix time in seconds of the creation: the first moment of the validity plus `BACKDATED_SECONDS`."""
     expires: float
-    """End of the validity."""
+    """Unix time in seconds at which the validity ends."""
 
     @property
     def renew_from(self) -> float:

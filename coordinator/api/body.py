@@ -22,7 +22,7 @@ from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
 BODY_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds until the body of a control request has arrived."""
+"""Maximum seconds for reading the body of a control request. A later body is refused with 408."""
 _DIGITS = 18
 """Maximum digits of a Content-Length."""
 PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
@@ -92,7 +92,8 @@ class StrictRoute(APIRoute):
 
         The handler raises `ProblemError` for a request without a sufficient key (401 or 403). It also raises
         `ProblemError` for a body that is too long (413), late (408) or incomplete (400). An invalid `Content-Length`
-        counts as too long. Invalid JSON raises `HTTPException` (400).
+        counts as too long. Invalid JSON raises `HTTPException` (400). With `ends_with_client`, it raises `ProblemError`
+        (499) if the client disconnects.
         """
         plain = super().get_route_handler()
 

@@ -232,7 +232,10 @@ def check_clock(here: HostProbe) -> Finding:
 
 
 def _measure_clock_difference(here: HostProbe) -> float | None:
-    """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
+    """Return the seconds by which this machine's clock is ahead of the coordinator's, by the coordinator's API.
+
+    Return None without an answer, and for an older version, whose answer has no time.
+    """
     began = time.time()
     answer = here.get("/api/v1/version").value
     if answer is None or "time" not in answer:

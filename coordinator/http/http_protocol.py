@@ -348,7 +348,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._parse_held_bytes)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Record the request that is being answered. All requests after it are complete."""
+        """Start the task that answers a request, and record its request. All requests before it are answered."""
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(_serve_without_chunks, app, cycle)

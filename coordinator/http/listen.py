@@ -40,11 +40,12 @@ class ListenerAddress:
 
 
 def open_listener(host: str, port: int, option: str = "--listen") -> socket.socket:
-    """Open a listening TCP socket. Raise `OSError` if the address cannot be used; `option` sets another one.
+    """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
-    The wildcard `::` also takes IPv4 connections. With port 0 the system chooses a free port. The socket is opened
-    before the server starts, because the addresses that the coordinator announces contain that port. Log a warning if
-    no other machine can reach the socket, because this machine has only IPv6 addresses.
+    `option` is the command-line option of the address, for messages. The wildcard `::` also takes IPv4 connections.
+    With port 0 the system chooses a free port. The socket is opened before the server starts, because the addresses
+    that the coordinator announces contain that port. Log a warning if no other machine can reach the socket, because
+    this machine has only IPv6 addresses.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

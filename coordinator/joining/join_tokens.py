@@ -86,11 +86,12 @@ class JoinTokens:
     def create(
         self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
     ) -> JoinToken:
-        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if one of them is not positive.
+        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if `ttl` or `uses` is not
+        positive.
 
-        `name` is shown in the list of tokens. With `replaces`, the machine of a member may join again in that member's
-        place without the member's key, until this process ends. Delete the tokens that expired more than
-        `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
+        `name` is shown in the list of tokens. With `replaces`, the machine of an unlinked member may join again in the
+        member's place without the member's key. This permission ends with the process. Delete the tokens that expired
+        more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")

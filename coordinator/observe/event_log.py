@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
-"""Maximum events in the ring."""
+"""Maximum number of stored events; the oldest one is removed first."""
 MAX_QUEUED_EVENTS = 200
 """Maximum queued events of one reader, or the number of events that the reader gets first if that is more."""
 MAX_READERS = 64
-"""Maximum concurrent readers."""
+"""Maximum number of concurrent readers of events."""
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a reader receives a comment."""
 STREAMED_LOGGERS = ("coordinator.", "router.")

@@ -49,7 +49,7 @@ _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
 
 class AuthorityError(Exception):
-    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the next step."""
+    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the fault."""
 
 
 class CertificateRequestError(ValueError):

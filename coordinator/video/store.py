@@ -110,7 +110,7 @@ class VideoStore:
             self._writer.raise_failure()
 
     def count_unwritten(self) -> int:
-        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        """Return the number of changes that wait for the disk: 0 while changes are written, 1 if writing has ended."""
         return 0 if self._writer is None else self._writer.count_unwritten()
 
     def close(self) -> None:

@@ -224,7 +224,7 @@ def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return whether a proxy forwarded a request, by its raw headers with lower-case names. A proxy that adds none of
-    these headers is not recognized."""
+    `_PROXY_HEADERS` is not recognized."""
     return any(name in _PROXY_HEADERS for name, _ in headers)
 
 

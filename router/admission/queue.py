@@ -58,7 +58,7 @@ class QueuedRequest(Generic[T]):
     deadline: float
     """Monotonic time in seconds from which `expire` removes the request."""
     number: int
-    """Number in order of arrival."""
+    """Number of the request in the order of entry into the queue."""
     overtaken: int = 0
     """Number of later requests that were placed before this one."""
 

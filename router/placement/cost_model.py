@@ -30,9 +30,9 @@ def estimate_times(
 ) -> tuple[float, float, float]:
     """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
 
-    The delay is `Candidate.delay`. `output_tokens` is the number of answer tokens for each of `choices`. `engine` is
-    the state of the node's engine, and `account` has the requests of this router on the node. `tokens_ahead` is the
-    number of queued tokens in front of the request.
+    The delay is `Candidate.delay`. The node must prefill `prefill_tokens` for the request, and generate `output_tokens`
+    for each of its `choices`. `engine` is the state of the node's engine, and `account` has the requests of this router
+    on the node. `tokens_ahead` is the number of queued tokens in front of the request.
     """
     model, running, taken_rows = served.model, engine.running, account.rows
     speed = model.prefill_speed

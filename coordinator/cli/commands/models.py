@@ -305,7 +305,7 @@ def _print_wish(answer: dict[str, Any]) -> None:
 @click.argument("name", metavar="MODEL")
 @session_options
 def unwant(session: ApiSession, name: str) -> None:
-    """End the wish for a model. Its replicas stay loaded until their memory is needed."""
+    """End the wish for a model. This unloads no replica."""
     answer = session.request_json("DELETE", _WISH_PATH + quote(name, safe="/"))
     session.print_answer(answer, lambda ended: click.echo(f"{ended['model']} is not wanted any more"))
 

@@ -27,7 +27,7 @@ MIN_SPEEDUP = 3
 Simulated: with 2 the slowest requests wait longer where machines come and go.
 """
 MAX_JUDGED, MAX_EXAMINED, MAX_TARGETS = 64, 256, 16
-"""Maximum requests judged in one pass, maximum requests examined, and maximum target nodes of each model.
+"""Maximum requests judged in one pass, maximum requests examined in it, and maximum target nodes of each model.
 
 A large cluster handles the rest in later passes.
 """
