@@ -37,7 +37,8 @@ class MemoryTier:
 
 
 CUSTOM = "custom"
-"""Tier of an explicit cap, without a reserve."""
+"""Tier of an explicit cap, to which no reserve applies. `compute_reserve` returns 0 for this tier, from
+`SMALL_MACHINE_BYTES` of RAM on."""
 TIERS = {
     "safe": MemoryTier(12 * GIB, 0.2),
     "balanced": MemoryTier(8 * GIB, 0.5),

@@ -1,8 +1,8 @@
 """Tool calls from a block of model text: one parser for each model family, one result format.
 
-The parsers are mlx-lm's. They may raise any exception on text that they do not understand. Some return lists, tuples,
-sets or text as arguments. A block is accepted only if every call has a name and an object of arguments that can be
-written as JSON. Otherwise the result is empty, and the caller sends the block as content.
+The parsers may raise any exception on text that they do not understand. A block is accepted only if every call has a
+name and arguments. The arguments must be an object, or the JSON text of an object. Null and empty text count as `{}`.
+For any other arguments, such as lists or sets, the result is empty, and the caller sends the block as content.
 """
 
 import json
