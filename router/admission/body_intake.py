@@ -2,7 +2,7 @@
 
 Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
 announced length before the rest of the body is read. If the limit of its key is reached, the body waits in order of
-arrival. Bodies that are being received therefore always complete, and no other key waits.
+arrival. A body that is being received therefore never waits for another one, and keys do not wait for each other.
 """
 
 import asyncio
