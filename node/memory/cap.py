@@ -13,7 +13,8 @@ Invariants
 - The limiting term is named, with advice for a person.
 
 All inputs are read at each check. A `memory.cap` above the RAM, or above the Metal limit without permission, is an
-error at start. If a limit falls later, the lower limit applies, with a warning while it does.
+error at start. If a limit falls later, or the container has a lower one, the lower limit applies, with a warning while
+it does.
 """
 
 import re

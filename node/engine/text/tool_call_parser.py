@@ -23,9 +23,9 @@ class ToolCallParser:
     """Parser of the tool calls in one choice; `count` is the number of calls so far.
 
     The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
-    the request's tools: if the parser fails with one, the next is used. `end` is the marker at the end of a call; empty
-    if a call ends with the answer. `client_names` has the client's names of tools by the names that the model uses,
-    where they differ.
+    the request's tools: if the parser returns no valid calls with one, the next is used. `end` is the marker at the end
+    of a call; empty if a call ends with the answer. `client_names` has the client's names of tools by the names that
+    the model uses, where they differ.
     """
 
     def __init__(
