@@ -78,8 +78,7 @@ _BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, Co
 
 
 class Supervisor:
-    """Supervisor of the engine process, which is restarted after each end until `stop`. Call every method on the loop
-    that called `start`.
+    """Supervisor of the engine process. Call every method on the loop that called `start`.
 
     `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes. `request` is 0 for
     Deltas, which concern many requests. `on_change()` is called after a new report and after each change of the state.
