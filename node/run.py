@@ -1,8 +1,11 @@
 """Program of a node: `python -m node.run`, started by `cluster join`, `cluster leave` and `cluster up`.
 
-The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` it runs only
-the agent, leaves the cluster and ends. Exit codes are those of `cluster --help`. With `--lifeline` the node ends when
-its standard input ends. A node that `cluster up` started therefore never outlives the coordinator.
+The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` the program
+runs only the agent, leaves the cluster and ends. With `--leave --force` it only deletes the identity of the node. Exit
+codes are those of `cluster --help`.
+
+With `--lifeline` the node stops when its standard input ends. A node that `cluster up` started therefore stops after
+any end of the coordinator.
 """
 
 import gc

@@ -2,12 +2,12 @@
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
 codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a
-waiting one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. An
-approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
+waiting one. Two waiting nodes never share a code. After `MAX_WRONG_CODES` wrong codes in a row, decisions are locked
+for `LOCK_SECONDS`. An approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
 
-One address cannot exclude another, because each address has a small part of both limits. The queue may be full when a
-node arrives from an address with fewer requests. Then the oldest request of the address with the most requests is
-removed. A machine with a token does not wait here.
+One address alone cannot exclude another, because each address has a small part of both limits. The queue may be full
+when a node arrives from an address with fewer requests. Then the oldest request of the address with the most requests
+is removed. A machine with a token does not wait here.
 """
 
 import hmac

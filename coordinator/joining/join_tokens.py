@@ -1,8 +1,9 @@
-"""Join tokens: created by a person, redeemed by a node that proves the secret without sending it.
+"""Join tokens: each is redeemed by a node that proves the secret without sending it.
 
 A peer that proved the secret receives `token_expired`, `token_used`, or `token_unknown` for a revoked token. Any other
 peer receives `token_wrong`, or `token_unknown` for an unknown id. The log has the real reason, with the token's id
-only. Check and countdown are one call on the loop that owns the store, which prevents a second use.
+only. Check and countdown are one call on the loop that owns the store, so that a token is not used more often than it
+allows.
 """
 
 import hmac

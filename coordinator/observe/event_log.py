@@ -1,4 +1,4 @@
-"""Event stream of the pool: the events of the coordinator's log, as server-sent events.
+"""Event stream of the pool: the events that the coordinator and the router log, as server-sent events.
 
 The newest events are in a ring; each reader has a bounded queue. A slow reader loses the oldest events and receives
 their number. A reader that reconnects sends its last event number and receives the events since then, as far as they

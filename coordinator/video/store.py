@@ -1,6 +1,6 @@
 """Persistent state of video jobs and measured profiles.
 
-A separate database next to the cluster's, created with the first job. As in the cluster's database, all data is in
+A separate database next to the cluster's, created at the first change. As in the cluster's database, all data is in
 memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
 returns after all changes so far are on disk. A job is confirmed to its client only after that. Changes that the disk
 does not take wait (`StoreWriter`).

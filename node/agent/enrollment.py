@@ -1,6 +1,6 @@
 """Node's side of enrollment: how a machine becomes a node. Counterpart: `coordinator.joining.enrollment`.
 
-Enrollment takes two connections. The first trusts no certificate and only fetches the CA, which is compared with the
+Enrollment takes two connections. The first accepts any certificate and only fetches the CA, which is compared with the
 token's pin. The second verifies the coordinator with that CA and carries the certificate request. Without a token there
 is no pin. Both screens then show a code derived from the CA, the request and both nonces, and a person compares it. The
 node commits to its nonce and its request before it receives the coordinator's nonce.

@@ -1,8 +1,8 @@
 """Identity of this node: its files, its TLS contexts, and the renewal of its certificate.
 
 `node.pem` has key and certificate (mode 0600, replaced whole). `identity.json` has the rest and is written last: a
-folder without this file has no identity. The private key is created here and never leaves the folder. The identity
-belongs to one machine. Two Macs with copies of one disk would be the same node; the identity of a copy is refused.
+folder without this file has no identity. The private key is created here and never leaves the folder. The identity is
+refused on a machine with another machine id, because two machines with copies of one disk would be the same node.
 """
 
 import ssl

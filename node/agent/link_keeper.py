@@ -1,9 +1,9 @@
 """Keeper of the connection to the coordinator: dials, watches for silence, sleeps, renews the certificate, stops.
 
 The rules are in `link_state`, as data. This module dials the latest remembered address. If that fails, `discovery`
-checks the other remembered addresses and searches by Bonjour for the cluster's id. Of two coordinators of the cluster,
-the one with the higher generation is valid: the keeper leaves the other one. A renewed certificate opens a second link
-that replaces the first.
+checks the other remembered addresses and searches by Bonjour for the cluster's id. A coordinator with a lower
+generation than an earlier one is superseded: the keeper closes its link, and avoids its address for a while. With a
+renewed certificate the keeper opens a second link, which replaces the first once the coordinator has accepted it.
 """
 
 import asyncio

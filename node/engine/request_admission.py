@@ -1,12 +1,13 @@
 """Admission of requests in the engine: from a prepared request to its start in the scheduler, or to its refusal.
 
     UntokenizedPrompt ─► room for its tokenization ─► tokenized ─┐
-    PreparedRequest ────────────────────────────────────────────┴─► preflight, commit ─► scheduler
+                             └ Refusal                           │
+    PreparedRequest ─────────────────────────────────────────────┴─► preflight, commit ─► scheduler
                                                                    │        └ Refusal
                                                                    └ its model is not loaded: waits for the load
 
-The rules are in `admission`. A request is admitted or refused here, or at the end of the load of its model. A request
-that is known already, or that was cancelled, is ignored.
+Requests for embeddings take the same path, and enter the `EmbeddingTable` in place of the scheduler. The rules are in
+`admission`. A request that is known already, or that was cancelled, is ignored.
 """
 
 import os

@@ -3,7 +3,7 @@
 The layout is that of `huggingface_hub`: `models--P--N/blobs/ETAG`, links `snapshots/COMMIT/PATH` to the blobs, and
 `refs/NAME` with a commit. Other tools use the same cache.
 
-Rules
+Rules for the processes of Macpool
 - Nothing is written through a symbolic link. A folder of the layout that is a link is refused.
 - A blob gets its name only after its content was verified (`node.hub.download.part_file`).
 - Links are created only after all blobs of the manifest are verified, and references after the links.

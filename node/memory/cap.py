@@ -13,7 +13,8 @@ Invariants
 - The limiting term is named, with advice for a person.
 
 All inputs are read at each check. A `memory.cap` above the RAM, or above the Metal limit without permission, is an
-error at start. If a limit falls later, the lower limit applies, with a warning while it does.
+error at start. If a limit falls later, or the container has a lower one, the lower limit applies, with a warning while
+it does.
 """
 
 import re
@@ -37,7 +38,8 @@ class MemoryTier:
 
 
 CUSTOM = "custom"
-"""Tier of an explicit cap, without a reserve."""
+"""Tier of an explicit cap, to which no reserve applies. `compute_reserve` returns 0 for this tier, from
+`SMALL_MACHINE_BYTES` of RAM on."""
 TIERS = {
     "safe": MemoryTier(12 * GIB, 0.2),
     "balanced": MemoryTier(8 * GIB, 0.5),

@@ -1,7 +1,7 @@
 """Poll the memory of the engine and the machine from outside, set the limits, and run the enforcer.
 
-This is the agent's half of the memory safety. It runs as long as the agent: a poll that fails still schedules the next
-one. A change at the engine (new work, a new process) moves the next poll forward.
+This is the agent's half of the memory safety. Polls run from `start` to `stop`: one that fails still schedules the
+next. A new report or process of the engine can move the next poll forward.
 """
 
 import asyncio

@@ -95,8 +95,8 @@ class VideoCapability:
             self.checked.set()
 
     def set_unready(self, cause: str) -> None:
-        """Set `cause` as the reason why this node cannot make videos, with no packages. The caller starts no check
-        afterwards."""
+        """Clear `packages`, set `checked`, and set `cause` as the reason that `unready` returns while video is enabled.
+        Do not call `start` before or afterwards, because a check would replace `cause`."""
         self._result = VideoCheck({}, cause)
         self.checked.set()
 

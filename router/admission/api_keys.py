@@ -1,4 +1,4 @@
-"""API keys: created once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
+"""API keys: each is shown once, stored as HMAC-SHA256(pepper, key), and compared in constant time on bytes.
 
 The id in a key is not secret: it selects the digest to compare with. An unknown id costs the same comparison as a wrong
 secret. The time of a check therefore does not reveal which ids exist.

@@ -1,4 +1,5 @@
-"""Circuit breakers: stop sending requests to a node whose engine keeps failing, and probe it with one request later.
+"""Circuit breakers: stop sending requests to a node or an upstream that keeps failing, and probe it with one request
+later.
 
 A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, membership handles a lost
 link, and a cancelled request does not show the state of the engine.

@@ -18,9 +18,9 @@ A reservation includes the weights of a model that the request makes its node lo
 running load, that report counts the weights and the reservation does not.
 
 A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take that
-room. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
-most one hold, because a key with many waiting requests would keep all other keys out of all nodes. A request that has
-lost a node, or for which a node swaps models, may have a hold although its key has one.
+room. A node has at most one such hold, because two waiting requests would keep each other out of an empty node. A key
+has at most one such hold, because a key with many waiting requests would keep all other keys out of all nodes. Holds of
+requests that have lost a node, or for which a node swaps models, do not count for these limits.
 """
 
 from dataclasses import dataclass, field

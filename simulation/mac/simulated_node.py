@@ -1,8 +1,8 @@
 """Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
 
-Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module has the parts of
-the node: the link, reports, model loads, ended chats, leases. Models load one at a time, and idle models are unloaded
-for them. Ended chats are evicted before a request is refused. `wire.capacity.arithmetic` makes every decision.
+Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module admits requests
+and sends reports. `node_models` loads models, `node_memory` decides about memory by the arithmetic of the gate, and
+evicts ended chats and idle models before a request is refused.
 
 Not modelled: texts, transients beyond one number for each model, preflight on a second thread, and other programs.
 """

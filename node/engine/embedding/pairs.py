@@ -44,8 +44,8 @@ class PromptPairs:
         self._tail = tokenizer.encode(tail, plain=False)
 
     def tokenize(self, document: str) -> TokenizedPair:
-        """Return the tokens of the prompt for a document. The document is cut to `max_tokens` of the request, and with
-        `truncate` to the room that is left.
+        """Return the tokens of the prompt for a document. Cut the document to `max_tokens` of the request (0: no cut).
+        With `truncate`, also cut the document to the room that `most` leaves.
 
         Without `truncate`, a prompt may have more than `most` tokens. Raise `TooLong` for a query without room for any
         document, and for a very long document that is not cut (`Tokenizer.encode`). Raise `TokenizerPanic` if the

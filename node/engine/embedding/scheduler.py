@@ -7,10 +7,9 @@ Rules
 - Gate: every part of a forward is checked before it runs (`runner`). A batch is halved before it is refused.
 - Turns: a turn is one part of a forward, or all remaining parts while no row decodes. The engine alternates these turns
   with those of prefills.
-- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step. A forward over several texts takes at
-  most `MAX_PARTS` of these times. Otherwise the gaps between tokens would grow with the number of texts, which may be
-  thousands.
-- Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
+- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step, which bounds the gaps between tokens. A
+  forward over several texts may take `MAX_PARTS` of these times, because later requests wait for its end.
+- Fairness: the next request is chosen as the next prefill is (`chunk_policy.next_prefill`).
 - Batches: the shortest texts of a request run together, with texts of other requests for the same model that are not
   longer.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is

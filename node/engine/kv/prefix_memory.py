@@ -1,9 +1,9 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
-Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
-in the queue of the disk cache count as cached. If memory is short, histories are released before any entry. Parts are
-released after the last entry, because they are soon written and free their memory then. At the limit of the cache, only
-entries are evicted.
+Cached bytes are evicted before any request is refused for memory. Histories of prefills in progress (`window_history`)
+and parts in the queue of the disk cache count as cached. If memory is short, histories are released before any entry.
+Parts are released after the last entry, because they are soon written and free their memory then. At the limit of the
+cache, only entries are evicted.
 """
 
 from collections.abc import Callable

@@ -4,10 +4,9 @@ Only this thread calls `handle` and `step` of the engine. The I/O thread, the ma
 short prompts. Two prompt threads tokenize all other prompts, after the engine has found room for them. One of the two
 handles only long texts.
 
-One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
-due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every
-native call before the call. The I/O thread puts both into its answers to pings. The agent can therefore tell a busy
-engine from a hung one.
+When no work is due, the thread waits on a condition without wake-ups. The engine publishes the start and the expected
+duration of every native call before the call. The I/O thread puts the elapsed and the expected seconds into its answers
+to pings. The agent can therefore distinguish a busy engine from a hung one.
 """
 
 import threading

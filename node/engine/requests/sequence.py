@@ -182,7 +182,8 @@ class Sequence:
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
-    """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
+    """Hash of the prompt (`prefix_store.hash_prompt`). Empty before the lookup, and if the prefix cache is off or
+    cannot store the caches of the model."""
     yielded: bool = False
     """Whether the request was preempted for a key that held fewer rows or less memory. Such a request precedes new
     requests of its own key only (`find_first_preempted`)."""

@@ -1,6 +1,7 @@
 """Sources of a download in their order, with the faults and timeouts of each. The first one that is not lost is used.
 
-A source is lost when it refuses, or when it makes no progress for a time that depends on the fault.
+A source is lost when it refuses, when it demands too long a wait, or after a time without progress that depends on the
+fault.
 """
 
 import random

@@ -6,8 +6,8 @@ templates accept only alternating roles. System texts at the beginning, in `syst
 Later system texts keep their position.
 
 Blocks of unknown types in messages of the assistant and of the system are omitted, such as a search on another server.
-Only the summary in a block `compaction` is kept. A block of the user that is no text is refused, unless its message has
-results of tools. Claude Code sends a PDF file that a tool has read this way.
+Only the summary in a block `compaction` is kept. A block of the user without a text form, such as an image, is
+refused, unless its message has results of tools. Claude Code sends a PDF file that a tool has read this way.
 """
 
 from collections.abc import Iterable, Sequence

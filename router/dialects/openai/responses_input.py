@@ -1,5 +1,7 @@
-"""Conversion of `/v1/responses` items to messages: the reasoning, text and calls of one turn of the model become one
-message."""
+"""Conversion of `/v1/responses` items to messages.
+
+Reasoning, text and calls of the model that follow each other in this order become one message.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain

@@ -3,8 +3,8 @@
 A request is sent at once wherever it fits. A batch may therefore stand on one machine when another machine joins, wakes
 up, or finishes sooner than expected. Rebalancing gives that machine a part of the batch.
 
-A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on other nodes without a
-first token may then restart there, the oldest first, each once. The move must pay, because the prefill done on the old
+A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on their first node
+without a first token may then restart there, the oldest first. The move must pay, because the prefill done on the old
 node is lost. The wait on the old node must be `MIN_SPEEDUP` times as long as on the new node, plus `MIN_GAIN_SECONDS`.
 Simulated: a batch of 70, half of which still waits when a second Mac joins, is done after 4.5 minutes instead of 8. In
 the scenarios of a household and of a lab, where no machine joins, the waits do not change.

@@ -1,7 +1,8 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, cut off, changed or of
-another chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
+The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, invalid or not read
+within `STALLED_SECONDS` ends the restoration. The engine then removes this file from the index and looks the prompt up
+again.
 """
 
 import queue

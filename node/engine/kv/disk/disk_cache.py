@@ -5,8 +5,8 @@
 
 Rules
 - A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
-- A prefix is written only if its prefill takes at least `min_seconds` longer than reading it.
-- One process writes to a folder, under a lock; a second one only reads.
+- A prefix is written only if its prefill is expected to take at least `min_seconds` longer than reading it.
+- One process at a time writes to a folder, under a lock. Another process only reads until it gets the lock.
 - Files belong to a model by its fingerprint, and to a scope: a key finds only files of its own scope and shared files.
 - The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
 """
@@ -53,9 +53,9 @@ class DiskCache:
     """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`: bytes or `auto`.
     Raise `OSError` if the folder cannot be created or read.
 
-    An entry is written only if reading it takes at least `min_seconds` less than its prefill. `hits` counts complete
-    restorations, `hit_tokens` and `read_bytes` their tokens and bytes. `faults` counts restorations that an invalid or
-    stalled file ended.
+    `min_seconds` is the expected time that reading an entry must save for the entry to be written. `hits` counts
+    complete restorations, `hit_tokens` and `read_bytes` their tokens and bytes. `faults` counts restorations that an
+    invalid or stalled file ended.
     """
 
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
