@@ -80,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `SystemExit` for invalid arguments.
     """
     open_missing_streams()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before any thread begins, which inherits the mask
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
