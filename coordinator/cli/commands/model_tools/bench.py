@@ -24,10 +24,11 @@ _BENCHMARKS = "/api/v1/benchmarks"
 @click.option("--show", is_flag=True, help="Print the stored speeds; measure nothing.")
 @session_options
 def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: bool, show: bool) -> None:
-    """Measure the speeds of a model on each linked node that can load it.
+    """Measure the speeds of a model on its nodes.
 
-    Send prompts of 512 and 2,048 tokens with answers of 128 tokens: first one request, then four at once. The requests
-    have low priority. Stored results of the same model version, node and software are replaced.
+    Measure on each linked node that can load the model. Send prompts of 512 and 2,048 tokens with answers of 128
+    tokens: first one request, then four at once. The requests have low priority. Stored results of the same model
+    version, node and software are replaced.
     """
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))
