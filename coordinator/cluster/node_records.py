@@ -15,7 +15,7 @@ from router.placement.sanitize_report import build_node_view
 from wire.bonjour_record import sanitize_text
 from wire.frames import Hello, Report
 from wire.identity import NodeId
-from wire.node_state import EngineStage
+from wire.node_state import EngineStage, NodeState
 from wire.report import Model
 
 
@@ -89,12 +89,14 @@ class NodeRecords:
 
     def get_view(self, member: Member, *, expected: bool) -> NodeView:
         """Return the view of a member for placement, which stays the same object until one of its values changes.
+        Without the last report of a node that has left, whose models the cluster no longer has.
 
         `expected` is whether the node is expected to connect, because the coordinator has just started. Raise
         `KeyError` if the store does not have the member.
         """
         node = member.node
-        row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
+        row, cached = self._store.members[node], self._views.get(node)
+        received = None if member.state is NodeState.LEFT else self._received.get(node)
         awaited = expected and member.enrolled and (received is None or _is_starting(received.report))
         values = (member, row, received, awaited)
         if cached is not None and all(map(operator.is_, cached.values, values)):

@@ -123,6 +123,22 @@ async def test_a_profile_has_the_measured_values(port: Port, boss: httpx.AsyncCl
     }
 
 
+async def test_the_models_of_a_removed_node_are_no_models_of_the_cluster(port: Port, boss: httpx.AsyncClient):
+    studio, _ = await node(port, "studio", known(loaded=True))
+    await node(port, "mini", a_model("small"))
+
+    async def list_names() -> list[list[str]]:
+        async with port.client("infer") as client:
+            served = (await client.get("/v1/models")).json()["data"]
+        rows = (await boss.get("/api/v1/models")).json()["models"]
+        return [sorted(one["id"] for one in served), sorted(row["name"] for row in rows)]
+
+    assert await list_names() == [["small", "tiny"]] * 2
+    assert (await boss.delete(f"/api/v1/nodes/{studio}")).status_code == 200
+    assert await list_names() == [["small"]] * 2
+    assert "tiny" not in port.application.registry.build_view().get_models()
+
+
 async def leave(port: Port, verb: str, left: asyncio.Event) -> None:
     """Send a command about the node `studio`, whose client disconnects at `left`. Return at the end of its handler."""
     body = {"type": "http.request", "body": b'{"model": "tiny", "node": "studio"}'}
