@@ -70,10 +70,6 @@ async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncord
 async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tmp_path: Path):
     async with opened(tmp_path) as port:
         who, nodes = port.member("one"), port.application.nodes
-        async with port.client("admin") as client:
-            path, twice = f"/api/v1/nodes/{who.node}/labels", {"labels": ["lab", "fast", "lab"]}
-            assert (await client.put(path, json=twice)).json()["labels"] == ["lab", "fast"]
-        assert port.application.store.members[who.node].labels == ("lab", "fast")
         for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
             nodes.administration.set_labels(who.node, labels)
             seen = port.application.dispatcher.view.find_node(who.node)
