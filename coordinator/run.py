@@ -109,7 +109,8 @@ async def _start_parts(
 ) -> dict[str, Any]:
     """Start every part after its dependencies. The stack stops them in reverse order.
 
-    `stop` is set when the state can no longer be written. When it is set, the start does not wait for the local node.
+    `stop` is set by a signal, a newer coordinator, or a state that can no longer be written. When it is set, the start
+    does not wait for the local node.
     """
     check_options(options)
     settings = options.settings

@@ -82,12 +82,12 @@ class Panel:
     description: str
     """Description, which Grafana shows at the title."""
     unit: str
-    """Unit as Grafana names it."""
+    """Unit of the values, as Grafana names it."""
     queries: tuple[tuple[str, str], ...]
     """PromQL and legend of each query."""
     kind: Kind = Kind.LINES
     width: int = HALF
-    """Width in columns of 24."""
+    """Width of the panel in columns, of which a row has 24."""
     bad: float | None = None
     """Value from which a figure is red; None: never."""
     below: bool = False
@@ -126,12 +126,18 @@ def create_line_panel(title: str, about: str, unit: str, *queries: tuple[str, st
 def create_stat_panel(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
-    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`."""
+    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`.
+
+    Without `bad` the value is never red.
+    """
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
 def create_count_panel(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
-    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`."""
+    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`.
+
+    Without `bad` the values are never red.
+    """
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 

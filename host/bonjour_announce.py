@@ -2,9 +2,8 @@
 
 An announcement is only a hint: certificates prove identity, links prove liveness. After an error of zeroconf, or of the
 list of addresses, the next check of the addresses tries again. Only the first error before the next announcement is
-logged. Nothing else depends on Bonjour:
-`cluster join URL` needs no multicast. zeroconf binds its sockets to addresses once, and a change of addresses therefore
-creates a new instance.
+logged. Nothing else depends on Bonjour: `cluster join URL` needs no multicast. zeroconf binds its sockets to addresses
+once, and a change of addresses therefore creates a new instance.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ class Announcement:
 
     `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name. `identity`,
     the id of cluster or machine, makes the name of the record unique. `interfaces` are the addresses to announce; None
-    for all addresses of this machine. The addresses are checked every `look_every` seconds.
+    for those of `read_addresses`. The addresses are checked every `look_every` seconds.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Announcement:
         self._task = asyncio.create_task(self._follow_addresses(), name="bonjour")
 
     async def close(self) -> None:
-        """Withdraw the record and stop, within twice `GOODBYE_TIMEOUT_SECONDS`. Errors of zeroconf are ignored."""
+        """Withdraw the record and stop, within twice `GOODBYE_TIMEOUT_SECONDS`."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

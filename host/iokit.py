@@ -2,7 +2,8 @@
 
 Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
 before an idle sleep, and notifies them before every sleep. The system waits up to 30 s for IOAllowPowerChange. This
-module always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
+module always allows the sleep: when the receiver of the notification permits it, and after ANSWER_TIMEOUT_SECONDS at
+the latest.
 """
 
 import ctypes
@@ -56,7 +57,7 @@ class SleepNotificationListener:
         return bool(registered)
 
     def stop(self) -> None:
-        """Stop listening and end the thread. The call waits at most ANSWER_TIMEOUT_SECONDS."""
+        """Stop listening and end the thread, if it is registered. The call waits at most ANSWER_TIMEOUT_SECONDS."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)

@@ -15,15 +15,18 @@ from host.subprocesses import RunTool, run_tool
 from wire.bonjour_record import rank_addresses
 
 LOCAL_HOST_NAME = ("/usr/sbin/scutil", "--get", "LocalHostName")
-"""Command that prints the name of a Mac without `.local`."""
+"""Command that prints the LocalHostName of a Mac."""
 
 log = structlog.get_logger()
 
 
 def read_local_name(platform: str = sys.platform, run: RunTool = run_tool) -> str:
-    """Return the name of this machine in Bonjour, without `.local`: the LocalHostName of a Mac, else the first label of
-    the host name. On a Mac, the call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. `platform` and `run`
-    replace the platform and the tool runner in tests."""
+    """Return the name of this machine in Bonjour, without `.local`.
+
+    On a Mac it is the LocalHostName, for which the call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. On
+    other systems, or if that name cannot be read, it is the first label of the host name. `platform` and `run` replace
+    the platform and the tool runner in tests.
+    """
     name = run(LOCAL_HOST_NAME).strip() if platform == "darwin" else ""
     return name or socket.gethostname().partition(".")[0]
 

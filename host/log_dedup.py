@@ -1,8 +1,8 @@
 """Limit repeated log events, because a flood of events would fill the disk.
 
-An event of a logger about the same subject is admitted at most BURST_EVENTS times in WINDOW_SECONDS. The subject is the
-set of the event's fields such as node, peer, address and reason. The first event of the next window has the number of
-events that were left out. Pure: time is an argument.
+An event of a logger about the same subject is admitted at most BURST_EVENTS times in a window of WINDOW_SECONDS. The
+subject is the set of the event's fields such as node, peer, address and reason. The first event of the next window has
+the number of events that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,8 @@ BURST_EVENTS = 20
 WINDOW_SECONDS = 60.0
 """Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024
-"""Maximum number of subjects. Beyond it, all further subjects of an event count as one."""
+"""Number of subjects above which old ones are deleted. If too few are old, all further subjects of an event count as
+one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
@@ -47,7 +48,7 @@ class LogDeduplicator:
 
     @property
     def subjects(self) -> int:
-        """Number of subjects whose recent events are counted."""
+        """Number of combinations of logger, event and subject that are counted."""
         return len(self._recent)
 
     @property

@@ -36,8 +36,9 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write the log events of this process to `file`, and warnings to standard error.
 
-    `level` is the lowest level in the file, such as `info`. `tap` gets each event that is written to the file.
-    Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be opened.
+    `level` is the lowest level in the file, such as `info`. `tap`, if given, gets each event that is written to the
+    file. Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be
+    opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
@@ -60,7 +61,7 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
 def hide_warnings() -> None:
     """Write only errors to standard error from now on, because warnings of an orderly stop need no action.
 
-    The log file still gets all events.
+    The log file does not change.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _StderrHandler):
@@ -114,7 +115,7 @@ class _StderrHandler(logging.StreamHandler[Any]):
     """
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
+        """Write a record, after the file of standard error was emptied if it is too long."""
         with contextlib.suppress(OSError, ValueError):  # not all streams have a descriptor
             empty_if_longer(sys.stderr.fileno())
         super().emit(record)
@@ -123,7 +124,7 @@ class _StderrHandler(logging.StreamHandler[Any]):
 def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
     """Empty an open file if it is a regular file of more than `longest` bytes. Return whether it was emptied.
 
-    Raise OSError if `descriptor` is not the descriptor of an open file.
+    Raise OSError if that fails, for example for a closed descriptor.
     """
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
@@ -188,7 +189,8 @@ class _DeduplicationFilter(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written; add the number of equal records that were left out before."""
+        """Return whether a record is written. Add the number of equal records that were left out before to an event
+        with fields."""
         message: Any = record.msg
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
         with self._lock:

@@ -30,7 +30,7 @@ class PauseFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
-        """Path of the file."""
+        """Path of the pause file."""
 
     def write(self, pause: PauseRecord) -> None:
         """Store a pause in place of an earlier one, with at most MAX_NAME_CHARS of `by`. Raise OSError if that

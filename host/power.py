@@ -53,7 +53,8 @@ def read_power(
     """Return the power state of this machine, with None for values that cannot be read.
 
     The call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. A machine without a battery counts as plugged
-    in. The arguments replace the platform, the tool runner and the battery in tests.
+    in, as does a system that psutil does not support. The arguments replace the platform, the tool runner and the
+    battery in tests.
     """
     idle = parse_idle_seconds(run(TOUCHED)) if platform == "darwin" else None
     try:

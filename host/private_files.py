@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
-"""Operation of macOS that writes a file to the medium. `fsync` of macOS writes it to the cache of the drive, which a
-power failure clears (fsync(2)). None on other systems."""
+"""Operation of `fcntl` on macOS that writes a file to the medium. `fsync` of macOS writes it to the cache of the drive,
+which a power failure clears (fsync(2)). None on other systems."""
 
 
 def create_private_folder(folder: Path) -> Path:

@@ -75,8 +75,8 @@ def hide_secrets_in_line(line: str) -> str:
 
 
 def redact_fields(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hide the values of private fields (NAMES) at any depth, and secrets in all other fields. Change and return
-    `fields`."""
+    """Hide the values of private fields (NAMES) at any depth, and secrets in the texts of all other fields. Change and
+    return `fields`."""
     for name, value in fields.items():
         fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _redact_value(value)
     return fields
@@ -93,9 +93,9 @@ def _redact_value(value: object) -> object:
 
 
 def format_exception(failure: Failure, *, private: bool) -> str:
-    """Format an exception: type, message, and functions of the traceback without source lines.
+    """Format an exception: type, type of its cause, message, and functions of the traceback without source lines.
 
-    The message is redacted and bounded; with `private` it is left out.
+    The message is redacted and bounded; with `private` it is replaced by HIDDEN.
     """
     kind, error, where = failure
     frames = traceback.extract_tb(where)

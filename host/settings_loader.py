@@ -188,10 +188,9 @@ def find_invalid_settings(
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
-    The entries of tables are checked together, because an entry may name another one. `InvalidSetting.key` is
-    then the key of the whole entry.
-    `rule` raises SettingsError for values that types cannot restrict. `others` are keys or sections of another process,
-    which are skipped.
+    The entries of tables are checked together, because an entry may name another one. `InvalidSetting.key` is then the
+    key of the whole entry. `rule` raises SettingsError for values that types cannot restrict; it does not check entries
+    of tables. `others` are keys or sections of another process, which are skipped.
     """
     known = {setting.key: setting for setting in list_settings(kind)}
     invalid = _find_invalid_entries(kind, flat, known)

@@ -15,7 +15,7 @@ log = structlog.get_logger("host.sleep_inhibitor")
 
 CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
 END_TIMEOUT_SECONDS = 2.0
-"""Seconds until the child is killed after SIGTERM."""
+"""Seconds from SIGTERM to SIGKILL for a child that does not end."""
 
 
 class SleepInhibitor:

@@ -2,13 +2,13 @@
 
 Two clocks of the system differ by the time asleep. One runs during sleep (Linux CLOCK_BOOTTIME, macOS CLOCK_MONOTONIC),
 the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between two checks is a
-sleep that has ended. Changes of the wall clock have no effect.
-Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
-(`host.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
+sleep that has ended. Changes of the wall clock have no effect. Only the system can announce a sleep in advance. macOS
+does by IOKit, and waits for registered processes (`host.iokit`). Without an announcement, a sleep looks like an
+unplugged cable to the pool.
 
 Between two sleeps macOS wakes for some seconds, such as for Power Nap (a dark wake). It announces neither that wake-up
 nor the sleep after it. An announced sleep therefore ends with the announced wake-up. A clock that runs again is not
-enough, because the next sleep would end the requests of this machine without a goodbye.
+enough, because the pool would then not be notified of the next sleep.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ log = structlog.get_logger("host.sleep_watch")
 POLL_INTERVAL_SECONDS = 2.0
 """Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
-"""Minimum change of the difference between the two clocks that counts as a sleep."""
+"""Minimum change, in seconds, of the difference between the two clocks that counts as a sleep."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
 """Seconds awake in a row after which an announced sleep ends without a notice: the system cancelled the sleep, or sent

@@ -1,4 +1,4 @@
-"""Node of the pool: the agent, and the engine process, which alone imports MLX."""
+"""Node of the pool: the agent and its child processes. Only modules of `node.engine` import MLX."""
 
 from host.imports import import_structlog
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -59,8 +58,8 @@ def await_disk(access: Callable[[], T], place: Path | str) -> T:
 class NodeLock:
     """Context manager that locks the folder of a node (STATE/node).
 
-    The file `lock` in the folder has the process id, to which `cluster leave` sends SIGUSR1. The lock blocks this
-    signal until the node has a handler for it, because the signal would otherwise end the process.
+    The file `lock` in the folder has the process id, to which `cluster leave` sends SIGUSR1. The caller must have
+    blocked this signal in all threads until the node has a handler for it: it would end the process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +79,6 @@ class NodeLock:
                 os.close(self._descriptor)
                 raise NodeStartError(1, f"a node is already running in {self._folder}")
             clock.wait(_POLL_SECONDS)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 

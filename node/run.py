@@ -1,8 +1,11 @@
 """Program of a node: `python -m node.run`, started by `cluster join`, `cluster leave` and `cluster up`.
 
-The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` it runs only
-the agent, leaves the cluster and ends. Exit codes are those of `cluster --help`. With `--lifeline` the node ends when
-its standard input ends. A node that `cluster up` started therefore never outlives the coordinator.
+The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` the program
+runs only the agent, leaves the cluster and ends. With `--leave --force` it only deletes the identity of the node. Exit
+codes are those of `cluster --help`.
+
+With `--lifeline` the node stops when its standard input ends. A node that `cluster up` started therefore stops after
+any end of the coordinator.
 """
 
 import gc
@@ -77,6 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `SystemExit` for invalid arguments.
     """
     open_missing_streams()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before any thread begins, which inherits the mask
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
@@ -326,7 +330,7 @@ async def _prepare_identity(
     announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
-        url = options.url or await _find_coordinator()
+        url = options.url or await _find_coordinator(token)
         identity = await enrollment.enroll(
             _normalize_address(url),
             token,
@@ -358,8 +362,11 @@ def _read_token(options: argparse.Namespace) -> JoinToken | None:
         raise NodeStartError(4, str(error)) from None
 
 
-async def _find_coordinator() -> str:
+async def _find_coordinator(token: JoinToken | None) -> str:
+    """Return the address of the only cluster that Bonjour finds, or of the one that made the token."""
     services = await discovery.find_services(FIND_TIMEOUT_SECONDS)
+    if token is not None:
+        services = [one for one in services if one.fingerprint == token.pin.hex()[:16]] or services
     if not services:
         raise NodeStartError(
             3,

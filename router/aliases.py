@@ -11,7 +11,7 @@ UPSTREAM_PREFIX = "upstream:"
 MAX_ALIASES = 256
 """Maximum aliases of the settings."""
 MAX_CANDIDATES = 32
-"""Maximum candidates of one alias, after its aliases are expanded: each is tried in every placement."""
+"""Maximum candidates of one alias, after its aliases are expanded. A placement may try all of them."""
 
 Aliases = Mapping[str, Sequence[str]]
 
@@ -45,7 +45,7 @@ def find_alias_fault(aliases: Aliases, upstreams: Collection[str] = ()) -> str:
 
 
 def list_candidates(aliases: Aliases, alias: str) -> tuple[str, ...]:
-    """Return the candidates of an alias without cycles: models in order, and perhaps an upstream at the end.
+    """Return the candidates of an alias: models in order, and perhaps an upstream at the end.
 
     A candidate that is an alias is replaced by its candidates. Of equal candidates, the first one stays. Raise
     `KeyError` if `aliases` has no alias of exactly this name.

@@ -22,7 +22,7 @@ PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Section `router.profiles.NAME`: defaults of requests. None leaves the default of the model."""
+    """Section `router.profiles.NAME`: defaults of requests. None sets no default."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -24,17 +24,17 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     model: Annotated[str, Meta(min_length=1, max_length=200)]
     """Name of the model on the upstream."""
     key_file: str = ""
-    """File of mode 0600 with the API key; empty without a key."""
+    """File with the API key, which only its owner may read; empty without a key."""
     ca_file: str = ""
     """PEM file of the authority of the server's certificate; empty for the authorities of the system."""
     proxy: str = ""
     """URL of a proxy, HTTP or HTTPS; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0
-    """Maximum time to connect, and to wait for a free connection. After it the request ends with an error."""
+    """Maximum seconds to connect, and to wait for a free connection. Then the request ends with an error."""
     idle_seconds: Seconds = 60.0
-    """Maximum time without a byte of a streamed answer. After it the request ends with an error."""
+    """Maximum seconds without a byte of a streamed answer. Then the request ends with an error."""
     total_seconds: Seconds = 600.0
-    """Maximum time of a request, without the time that its client needs to read. After it the request ends with an
+    """Maximum seconds of a request, without the time that its client needs to read. Then the request ends with an
     error."""
     stream_usage: bool = True
     """Whether streams are requested with their token counts (`stream_options.include_usage`)."""

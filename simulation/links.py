@@ -48,7 +48,7 @@ class SimulatedLinks:
         return self._numbers.get(node, 0)
 
     def connect(self, node: NodeId) -> int:
-        """Open a new link of a node; return its number. Frames that still travel on the link before are lost.
+        """Open a new link of a node; return its number. Frames that still travel on the earlier link are lost.
 
         Held frames of a silent link stay held: see `discard_held`.
         """
@@ -88,7 +88,8 @@ class SimulatedLinks:
             self._receive_up(upward)
 
     def deliver_up(self, node: NodeId) -> None:
-        """Deliver the frames that travel from a node to the router now: a connection is read to its end.
+        """Deliver at once the frames that travel from a node to the router, because a broken connection is read to its
+        end.
 
         Frames of earlier links of the node are lost.
         """

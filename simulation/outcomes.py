@@ -20,11 +20,11 @@ class RequestOutcome:
     fits: bool
     """Whether the request fits on some node that holds nothing else."""
     sent: float | None = None
-    """Time of the last try before the first token."""
+    """Virtual time in seconds at which the request was last sent to a node before its first token; None before."""
     first: float | None = None
-    """Time of the first token."""
+    """Virtual time in seconds of the first token; None before."""
     ended: float | None = None
-    """Time of the end; None also for a request that never ended."""
+    """Virtual time in seconds of the end; None before, and for a request that never ended."""
     outcome: Outcome | None = None
     """Complete answer, refusal or failure; None while the request is open."""
     tries: int = 0
@@ -32,7 +32,7 @@ class RequestOutcome:
     first_refused: bool = False
     """Whether the node of the first try refused the request; False before a refusal."""
     nodes: list[str] = field(default_factory=list[str])
-    """Node of each try, in order."""
+    """Name of the node of each try, in order."""
 
     @property
     def served(self) -> bool:
@@ -40,14 +40,14 @@ class RequestOutcome:
         return isinstance(self.outcome, Finished)
 
     def record_try(self, node: str, now: float) -> None:
-        """Record that the request was sent to a node at `now`."""
+        """Record that the request was sent to a node at `now` (virtual seconds)."""
         self.tries += 1
         self.nodes.append(node)
         if self.first is None:
             self.sent = now
 
     def record_token(self, now: float) -> bool:
-        """Record generated tokens; return whether they are the first ones."""
+        """Record tokens that were generated at `now` (virtual seconds). Return whether they are the first ones."""
         if self.first is not None:
             return False
         self.first = now

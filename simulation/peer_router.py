@@ -1,4 +1,4 @@
-"""Router of other products in a simulation: no filter, no reservations, no queue.
+"""Router of other products in a simulation: no memory filter, no reservations, no queue.
 
 `PeerRouter` sends a request to the first node of its rule (`peer_policies`). After a refusal it tries another node if
 there is one, with the pauses of sglang-router. A request is sent at most `MAX_TRIES` times.

@@ -25,7 +25,7 @@ class RunStatistics:
     served: int
     """Number of complete answers."""
     ttft_p50: float
-    """Median time from arrival to the first token. A request without a complete answer counts as infinite."""
+    """Median seconds from arrival to the first token. A request without a complete answer counts as infinite."""
     ttft_p95: float
     ttft_p99: float
     refused: int
@@ -35,16 +35,16 @@ class RunStatistics:
     failed: int
     """Number of requests that failed, or did not end."""
     whole_p50: float
-    """Median time from arrival to the last token. A request without a complete answer counts as infinite."""
+    """Median seconds from arrival to the last token. A request without a complete answer counts as infinite."""
     whole_p95: float
     wait_p50: float
-    """Median time from arrival to the last try before the first token, of complete answers."""
+    """Median seconds from arrival to the last try before the first token, of complete answers."""
     wait_p95: float
     loads: int
     """Number of model loads that were requested during the run."""
     preemptions: int
     jain: float
-    """Fairness among API keys, as `compute_jain_index` returns it."""
+    """Fairness among API keys, from above 0 to 1, as `compute_jain_index` returns it."""
     seconds: float
     """Virtual time in seconds at which the last request ended; 0 if any request is still open."""
     ratio_p50: float = math.nan

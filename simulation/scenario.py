@@ -43,9 +43,9 @@ class ModelSpec(_StrictTable, frozen=True):
 
     name: Name
     weights: str
-    """Size of the weights."""
+    """Size of the weights with its unit, such as `17GB`."""
     kv_per_token: str
-    """Size of the KV cache of one token."""
+    """Size of the KV cache of one token with its unit, such as `96KiB`."""
     active: Positive
     """Active parameters per token in billions, which scale the speeds."""
     context: Tokens = 32_768
@@ -53,7 +53,7 @@ class ModelSpec(_StrictTable, frozen=True):
     usual: Tokens = 256
     """Output tokens that nodes report to the router as expected."""
     transient: str = "256MiB"
-    """Size of the buffers that a forward pass needs for a moment."""
+    """Size, with its unit, of the buffers that a forward pass needs for a moment."""
 
 
 class NodeSpec(_StrictTable, frozen=True):
@@ -61,15 +61,15 @@ class NodeSpec(_StrictTable, frozen=True):
 
     name: Name
     chip: str
-    """Name in `hardware.CHIPS`."""
+    """Name of the chip, a key of `hardware.CHIPS`."""
     memory: str
-    """Size of the RAM."""
+    """Size of the RAM with its unit, such as `64GiB`."""
     count: Count = 1
-    """Number of Macs."""
+    """Number of Macs of this kind."""
     models: tuple[Name, ...] = ()
-    """Models on disk; empty: all."""
+    """Names of the models on the disk of each Mac; empty: all models of the scenario."""
     loaded: tuple[Name, ...] = ()
-    """Models in memory at the start; they must be on the disk."""
+    """Names of the models in memory at the start; they must be on the disk."""
     batch: Count = 32
     """Maximum rows that decode on a node at once."""
     disk: str = "3GB"
@@ -97,9 +97,9 @@ class LoadSpec(_StrictTable, frozen=True):
 
     model: Name
     key: Name = "all"
-    """API key of the requests."""
+    """Name of the API key of the requests."""
     rate: NotNegative = 0.0
-    """Conversations per second."""
+    """Conversations that begin per second; 0 with `share` or `trace`."""
     share: NotNegative = 0.0
     """Average tokens per second that turns add to prompts, as a share of the total prefill speed of all nodes that have
     the model. Conversations that the context cuts short lower it."""
@@ -125,9 +125,9 @@ class LoadSpec(_StrictTable, frozen=True):
     bursts: Count = 1
     """Number of conversations that begin at the same moment."""
     begins: NotNegative = 0.0
-    """Start of the load, in seconds."""
+    """Start of the load, in virtual seconds from the start of the scenario."""
     ends: Positive | None = None
-    """End of the load, in seconds; None: the end of the scenario."""
+    """End of the load, in virtual seconds from the start of the scenario; None: the end of the scenario."""
 
 
 class EventSpec(_StrictTable, frozen=True):
@@ -136,13 +136,13 @@ class EventSpec(_StrictTable, frozen=True):
     at: NotNegative
     """Virtual time at which the event starts, in seconds."""
     node: str
-    """Name of the node."""
+    """Name of the Mac on which the event occurs."""
     does: Literal["dies", "silent", "lease"]
     """`dies`: process and link end; the node returns later, without loaded models. `silent`: link and reports stall.
     `lease`: the node grants a lease for a video, if there is room."""
     seconds: Positive = 30.0
     size: str = "0"
-    """Size of the lease; without effect for other events."""
+    """Size of the lease with its unit; without effect for other events."""
 
 
 class Scenario(_StrictTable, frozen=True):
@@ -151,7 +151,8 @@ class Scenario(_StrictTable, frozen=True):
     about: str
     """Description in one line."""
     seconds: Positive
-    """Duration of arrivals. The simulation then runs until all requests have ended (`cluster.GIVE_UP_SECONDS`)."""
+    """Duration of arrivals in virtual seconds. The simulation then runs until all requests have ended
+    (`cluster.GIVE_UP_SECONDS`)."""
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
     nodes: Annotated[tuple[NodeSpec, ...], Meta(min_length=1)]
     load: Annotated[tuple[LoadSpec, ...], Meta(min_length=1)]
@@ -159,7 +160,7 @@ class Scenario(_StrictTable, frozen=True):
     report_seconds: Positive = 0.5
     """Seconds between two reports of a busy node, at most the `MAX_REPORT_AGE_SECONDS` of the router."""
     report_loss: Share = 0.0
-    """Share of reports that are lost."""
+    """Share of reports that are lost, 0 to 1."""
     latency: NotNegative = 0.002
     """One-way delay of a link, in seconds."""
     queue_timeout_seconds: Positive = 30.0
@@ -167,7 +168,7 @@ class Scenario(_StrictTable, frozen=True):
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     """Maximum queued requests; 0: max(64, 4 × nodes), as with the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()
-    """Policies to compare; empty: all."""
+    """Names of the policies to compare; empty: all."""
     seed: int = 1
     """Seed for all random choices."""
 

@@ -43,9 +43,9 @@ class BonjourRecord:
     cluster: str = ""
     """First 12 hex digits of the cluster id; empty for a machine that has not joined."""
     version: str = ""
-    """Version of Macpool."""
+    """Version of Macpool; empty if it is not announced."""
     fingerprint: str = ""
-    """First 16 hex digits of the SHA-256 of the CA, for display."""
+    """First 16 hex digits of the SHA-256 of the CA, for display; empty for a machine that has not joined."""
     protocol: int = PROTOCOL
     """Newest protocol version of the sender."""
 

@@ -10,15 +10,15 @@ from typing import Annotated
 from msgspec import Meta
 
 MAX_SIZE_BYTES = 2**50
-"""1 PiB, above the memory and the file sizes of every machine."""
+"""Maximum of a `Size` in bytes: 1 PiB, above the memory and the file sizes of every machine."""
 MAX_TOKENS = 2**31 - 1
 """Maximum token id and number of tokens."""
 MAX_COUNT = 2**53
 """Largest integer that every JSON parser keeps exact; bounds counters and sequence numbers."""
 MAX_NUMBER = 2**63 - 1
-"""Largest signed 64-bit integer, which the database can store."""
+"""Maximum of a `Number`, and of the absolute value of a `Signed`: the largest integer that the database can store."""
 MAX_SECONDS = 2.0**40
-"""Maximum of a duration or a Unix time."""
+"""Maximum of a duration or a Unix time, in seconds."""
 MAX_REAL = 2.0**60
 """Maximum absolute value of any other real number."""
 MAX_WORD_CHARACTERS = 1024
@@ -75,7 +75,7 @@ Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
 """One or two sentences, a path, a URL or a stop string, of at most `MAX_TEXT_CHARACTERS`."""
 ErrorText = Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)]
-"""Error text with the next step, of at most `MAX_MESSAGE_CHARACTERS`."""
+"""Error text for a person, of at most `MAX_MESSAGE_CHARACTERS`."""
 Long = Annotated[str, Meta(max_length=MAX_LONG_CHARACTERS)]
 """Long text of a request or an answer: content, tools, arguments, a grammar, or a text to embed."""
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]

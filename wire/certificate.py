@@ -1,9 +1,11 @@
 """Parse certificates of the cluster (X.509): subject, validity and time of renewal.
 
 This module does not verify certificates. TLS verifies them against the cluster's CA and the deny list.
+`explain_wrong_clock` explains an error of that verification.
 """
 
 from dataclasses import dataclass
+from datetime import datetime
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
@@ -12,6 +14,8 @@ BACKDATED_SECONDS = 24 * 3600.0
 """Seconds by which the validity of a certificate begins before its creation, for machines with a slow clock."""
 LEAF_VALIDITY_SECONDS = 90 * 24 * 3600.0
 """Validity of the coordinator's certificates, in seconds; for nodes the default of `cluster.certificate_days`."""
+OUTSIDE_VALIDITY = (9, 10)
+"""Codes of OpenSSL for a certificate that is not yet valid, and for one that has expired."""
 RENEW_AT_SHARE = 2 / 3
 """Share of the validity of a certificate, 0 to 1, after which the certificate is renewed."""
 
@@ -27,9 +31,9 @@ class Certificate:
     serial: str
     """Serial number in hexadecimal digits."""
     issued: float
-    """Time of creation: the first moment of the validity plus `BACKDATED_SECONDS`."""
+    """Unix time in seconds of the creation: the first moment of the validity plus `BACKDATED_SECONDS`."""
     expires: float
-    """End of the validity."""
+    """Unix time in seconds at which the validity ends."""
 
     @property
     def renew_from(self) -> float:
@@ -57,3 +61,15 @@ def _read_uri(certificate: x509.Certificate) -> str:
         return ""
     uris = names.get_values_for_type(x509.UniformResourceIdentifier)
     return uris[0] if len(uris) == 1 else ""
+
+
+def explain_wrong_clock(error: Exception, now: float) -> str:
+    """Return the next step if a certificate is outside its validity at `now` (Unix seconds); else an empty text.
+
+    The certificates of a cluster are renewed long before they expire. A wrong clock, here or on the machine that
+    presented the certificate, is therefore the probable cause. `error` is any error of a connection.
+    """
+    if getattr(error, "verify_code", 0) not in OUTSIDE_VALIDITY:
+        return ""
+    clock = f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M}"
+    return f" (at {clock} by the clock of this machine: correct it, or the coordinator's)"

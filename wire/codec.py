@@ -133,7 +133,8 @@ class Splitter:
         self._open_bytes = 0
 
     def feed(self, data: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-        """Add received bytes; yield each complete frame as tag and body, fragments joined.
+        """Add received bytes; yield each complete frame as tag and body, fragments joined. Iterate to the end before
+        the next call.
 
         Raise WireError at the first violation of the protocol.
         """

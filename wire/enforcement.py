@@ -27,13 +27,13 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     cap_bound_by: Word = ""
     """Name of the term that sets the cap: `setting`, `static`, `metal` or `container`."""
     remedy: Text = ""
-    """Advice about the term that limits the node now."""
+    """Advice for a person about the term that limits the node now; may be empty."""
     tier: Word = ""
     """Memory tier in force (setting `memory.tier`)."""
     warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Warnings about settings and readings that make this node less safe, as texts for a person."""
     polls: Natural = 0
-    """Number of memory polls."""
+    """Number of memory polls since the agent started."""
     over_caps: Natural = 0
     """Number of times that the engine rose above cap − leases, each counted once until the engine is below it."""
     kills: Natural = 0

@@ -35,13 +35,13 @@ class GateMeasures(WireStruct, frozen=True, array_like=True, gc=False):
     """Counts and histograms of a memory gate since its engine started."""
 
     checks: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Number of checks by the place in the engine that requested them."""
+    """Number of checks by the gate, by the place in the engine that requested them."""
     refusals: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Number of refusals by `RefusalCode`."""
+    """Number of refusals by the gate, by `RefusalCode`."""
     predicted: HistogramSnapshot = HistogramSnapshot()
-    """Predicted peaks divided by the ceiling."""
+    """Histogram of predicted peaks, each divided by the ceiling at the check."""
     transient: HistogramSnapshot = HistogramSnapshot()
-    """Bytes by which MLX's active memory rose during prefills and joins."""
+    """Histogram of the bytes by which MLX's active memory rose during prefills and joins."""
 
 
 class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):

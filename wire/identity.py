@@ -11,7 +11,7 @@ from typing import NewType
 PROTOCOL = 1
 """Version of the protocol. History: 1 (2026-11-20), the first."""
 OLDEST_PROTOCOL = 1
-"""Oldest protocol version that the coordinator accepts. Nodes of versions N and N-1 can therefore run together."""
+"""Oldest protocol version of a node that the coordinator accepts."""
 
 SERVICE_TYPE = "_macpool._tcp.local."
 """Bonjour's type of Macpool's service."""

@@ -28,4 +28,4 @@ class Disk(WireStruct, frozen=True, array_like=True, gc=False):
     total: Size = 0
     """Size of the disk in bytes; 0 if unknown, as from an older node."""
     folder: Text = ""
-    """Folder of the Hugging Face cache."""
+    """Folder of the Hugging Face cache; empty from a node that cannot pull models."""

@@ -9,7 +9,7 @@ class NodeState(StrEnum):
     JOINING = "joining"
     """The node has joined or linked again, and has not reported since."""
     READY = "ready"
-    """The link and its reports are alive."""
+    """The node is linked, its reports arrive in time, and it accepts requests."""
     SUSPECT = "suspect"
     """Reports are late. The node gets no new requests."""
     ASLEEP = "asleep"
@@ -50,6 +50,6 @@ ALIVE = LINKED - {NodeState.SUSPECT}
 SERVING = LINKED - {NodeState.PAUSED}
 """States in which a node can hold requests."""
 SILENT = GONE | {NodeState.SUSPECT}
-"""States in which the last report is too old to be shown as current."""
+"""States in which the newest report is too old to be shown as current."""
 SCRAPABLE = LINKED | {NodeState.JOINING}
 """States in which a node's metrics are served."""

@@ -22,11 +22,12 @@ class FailureCode(StrEnum):
     ENGINE_ERROR = "engine_error"
     """The engine raised an error for this request, and continues with other requests."""
     NODE_STOPPING = "node_stopping"
-    """The node stops."""
+    """The node stops, or has stopped sharing, and gives the request up."""
     LINK_LOST = "link_lost"
     """The request was sent over the older of two links of its node, and that link was lost."""
     NODE_LOST = "node_lost"
-    """The node was lost."""
+    """The node was lost or gave the request up, and no other node could continue it. Or: the node of a command was
+    lost."""
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was above cap − leases, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"
@@ -34,7 +35,7 @@ class FailureCode(StrEnum):
     GRAMMAR_FAILED = "grammar_failed"
     """No answer can satisfy the grammar. The client has to change the grammar."""
     ANSWER_TOO_LONG = "answer_too_long"
-    """The answer exceeds a limit of the router."""
+    """An answer that is not streamed is longer than the router stores."""
     CANCELLED = "cancelled"
     """The client has disconnected, or the request was cancelled."""
     SLOW_CLIENT = "slow_client"
@@ -55,9 +56,9 @@ class RefusalCode(StrEnum):
     TOO_LARGE = "prefill_memory_exceeded"
     """The request would not fit even on the idle node."""
     NO_ROOM = "no_headroom"
-    """The request does not fit now."""
+    """The request does not fit into the free memory now."""
     UNREADABLE = "memory_unreadable"
-    """The memory cannot be read."""
+    """The memory in use on the node, or the available memory of its system, cannot be read."""
     CONTEXT = "context_length_exceeded"
     """Prompt and answer exceed the context of the model, or the context limit of the profile."""
     UNSUPPORTED = "unsupported_parameter"
@@ -68,7 +69,7 @@ class RefusalCode(StrEnum):
     """No node serves requests now, or the node that refused does not: its engine starts, its link is lost, or it is
     cordoned."""
     DRAINING = "node_draining"
-    """The node accepts no new requests."""
+    """The node drains or is paused, and accepts no new requests."""
     QUEUE_FULL = "queue_full"
     """The queue is full, or too many commands to nodes are open."""
     OVER_SHARE = "over_share"
@@ -84,7 +85,7 @@ class RefusalCode(StrEnum):
     IN_USE = "model_in_use"
     """Requests use the model that is to be unloaded."""
     RATE_LIMITED = "rate_limited"
-    """The key is over a limit."""
+    """The API key is over one of its limits, such as requests per minute or open videos."""
     NOT_ALLOWED = "not_allowed"
     """The key may not use the model, or no node that it may use has the model."""
 
@@ -108,7 +109,7 @@ STATUS: dict[RefusalCode, int] = {
     RefusalCode.RATE_LIMITED: 429,
     RefusalCode.NOT_ALLOWED: 403,
 }
-"""HTTP status for each code."""
+"""HTTP status of a refusal, by its code."""
 
 FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
 """Codes of refusals that are not retried: the request, the limits of the key or the files of the model must change.
@@ -129,7 +130,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     reserved: Estimate = 0
     """Bytes that are reserved on the node or by the router, and not in use yet."""
     estimate: Estimate = 0
-    """Bytes that were requested."""
+    """Bytes that the checked request, load or lease needs in addition to `current` and `reserved`."""
     margin: Estimate = 0
     cap: Estimate = 0
     headroom: Estimate | None = None
@@ -143,7 +144,7 @@ class Refused(WireStruct, frozen=True, array_like=True, gc=False):
 
     code: RefusalCode
     message: ErrorText
-    """Text for the client, with the next step."""
+    """Text for the client."""
     numbers: MemoryNumbers | None = None
     """Numbers of the memory check that refused; None for any other reason."""
     retry_after: Seconds | None = None

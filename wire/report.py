@@ -64,26 +64,26 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
     system: Text = ""
     """Operating system with version, such as "macOS 26.1"."""
     python: Text = ""
-    """Version of Python."""
+    """Version of Python that the agent runs on; empty if unknown."""
 
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     """Consistent memory reading of an engine, and the limits in force at that moment, in bytes (docs/memory.md)."""
 
     cap: Size = 0
-    """Memory that the engine may use; 0 in an engine that has received no limits."""
+    """Bytes that the engine may use; 0 in an engine that has received no limits."""
     ceiling: Size = 0
-    """Cap at this moment: lower while leases or other programs use memory."""
+    """Bytes that the engine may use at this moment: the cap, or less while leases or other programs use memory."""
     margin: Size = 0
-    """Part of the cap that is kept free for buffers of forwards."""
+    """Bytes of the cap that are kept free for buffers of forwards."""
     phys: Size | None = None
-    """Footprint of the engine's process; None if unreadable: with `guard`, the node then receives no new request."""
+    """Footprint of the engine's process in bytes; None if unreadable. With `guard`, the node gets no request then."""
     active: Size = 0
-    """Active memory of MLX."""
+    """Active memory of MLX in bytes."""
     recent: Size = 0
-    """Recent peak: highest memory in use in the last seconds."""
+    """Recent peak: highest number of bytes in use in the last seconds."""
     current: Size | None = None
-    """Maximum of `active`, `phys` and `recent`; None if `phys` is None."""
+    """Bytes in use: the maximum of `active`, `phys` and `recent`; None if `phys` is None."""
     reserved: Size = 0
     """Bytes committed to admitted requests and to loads, and not yet in use."""
     headroom: Difference | None = None
@@ -99,18 +99,18 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     source: Word = ""
     """Source of `phys`: `statm`, `phys_footprint`, `scripted` or `modelled` (simulation); empty before a reading."""
     age: Seconds = 0.0
-    """Age of the reading when the report was written, in seconds. In a node's report: of the engine's last report."""
+    """Age of the reading when the report was written, in seconds. In a node's report: of the engine's newest report."""
     total: Size = 0
     """RAM of the machine in bytes, or the limit of its container if that is less; 0 if unreadable."""
     base: Size = 0
-    """Footprint of the engine before any model is loaded. Requests cannot use these bytes."""
+    """Footprint of the engine in bytes before any model is loaded. No request can use these bytes."""
     reusable: Size = 0
     """Bytes of `current` that the engine frees before it refuses a request: prefix cache and emergency reserve. Set in
     reports only. Placement counts these bytes as free; the gate does not until they are freed."""
     cache: Size = 0
-    """Free buffers that MLX keeps. For display."""
+    """Bytes of the free buffers that MLX keeps. For display."""
     peak: Size = 0
-    """Highest active memory of MLX since its last reset. For display."""
+    """Highest active memory of MLX in bytes since its last reset. For display."""
     reserve: Size = 0
     """Bytes of the emergency reserve, a part of `current` that the engine frees before any other memory."""
 
@@ -120,9 +120,9 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
 
     rows: Natural = 0
     longest: Tokens = 0
-    """Tokens of the longest row."""
+    """Tokens of the longest row of the batch."""
     tokens: Natural = 0
-    """Tokens of all rows without padding."""
+    """Tokens of all rows of the batch, without padding."""
 
 
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
@@ -171,7 +171,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     transient: Estimate = 0
     """Transient bytes of the smallest prefill chunk at the start of a prompt. `forward` covers every forward."""
     context: Natural = 0
-    """Context length in tokens."""
+    """Context length in tokens; 0 if unknown."""
     load_seconds: Real = 0.0
     """Duration of a load in seconds: measured for a loaded model, else expected."""
     prefill_speed: Real = 0.0
@@ -261,19 +261,19 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     """Counts of an engine since its process started."""
 
     checks: Natural = 0
-    """Checks of the gate."""
+    """Number of checks by the memory gate since the engine's process started."""
     refusals: Natural = 0
-    """Refusals of the gate."""
+    """Number of refusals by the memory gate since the engine's process started."""
     forwards: Natural = 0
     """Forwards that each follow a check of the gate: prefills, joins, and parts of forwards for embeddings."""
     steps: Natural = 0
-    """Decode steps."""
+    """Number of decode steps since the engine's process started."""
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
     """Requests that the engine ended because the engine or the agent found it above cap − leases."""
     evictions: Natural = 0
-    """Idle models that were unloaded for memory."""
+    """Number of idle models that were unloaded to free memory."""
     shrinks: Natural = 0
     """Times that a prefill, or a forward for embeddings, was made smaller to fit: fewer tokens or fewer texts."""
     preemptions: Natural = 0
@@ -281,7 +281,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     overs: Natural = 0
     """Forwards after which the engine found itself above cap − leases."""
     departures: Natural = 0
-    """Models that were unloaded because they were idle for long."""
+    """Number of models that were unloaded because no request used them for long."""
     prefill_tokens: Natural = 0
     """Prompt tokens that forwards have computed. Tokens from the prefix cache are not among them."""
     returned_tokens: Natural = 0
@@ -296,16 +296,16 @@ class ModelCache(WireStruct, frozen=True, gc=False):
     model: Word = ""
     """Name of the model, or the fingerprint of a model that the node has no longer."""
     nbytes: Size = 0
-    """Bytes in memory."""
+    """Bytes of the model's cached prefixes in memory."""
     entries: Natural = 0
-    """Number of prefixes in memory."""
+    """Number of the model's cached prefixes in memory."""
     hits: Natural = 0
-    """Number of requests that reused a prefix in memory."""
+    """Number of requests that reused a prefix of the model in memory."""
     disk_bytes: Size = 0
     """Bytes of the files on the disk. Files of several models with equal content count for the first name only."""
     disk_files: Natural = 0
     disk_hits: Natural = 0
-    """Number of prompts that were restored from the disk."""
+    """Number of prompts of the model that were restored from the disk."""
 
 
 class CacheState(WireStruct, frozen=True, gc=False):
@@ -326,7 +326,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Prompt hashes (`Admitted.prompt_hash`) of the newest of all `evictions`, oldest first."""
     disk_bytes: Size = 0
-    """Bytes of all files of the disk cache."""
+    """Bytes of all files of the disk cache; 0 without one."""
     disk_files: Natural = 0
     disk_hits: Natural = 0
     """Number of prompts that were restored from the disk."""
@@ -335,7 +335,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_read_bytes: Natural = 0
     """Bytes that were read from the disk for the restored prompts."""
     disk_saves: Natural = 0
-    """Number of parts that were passed to the writer of the disk cache."""
+    """Number of parts of prefixes that were passed to the writer of the disk cache."""
     disk_persisted: Natural = 0
     """Number of parts that were written completely."""
     disk_drops: Natural = 0
@@ -347,7 +347,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     store: Word = ""
     """Identity of the folder of the disk cache, which outlives the engine process; empty without a disk cache."""
     disk_waiting: Natural = 0
-    """Number of prefixes and parts that wait to be written."""
+    """Number of prefixes, and of parts of prefixes, that wait to be written."""
     disk_quota: Size = 0
     """Bytes that the files may have now (setting `engine.mlx.disk_cache_size`)."""
     disk_budget: Size = 0
@@ -362,17 +362,17 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     kind: Word = ""
     """Kind of engine: `mlx` or `scripted`; `modelled` on a simulated node."""
     state: Word = "starting"
-    """`starting`, `ready`, `hung`, `restarting` or `failed`."""
+    """Stage of the engine's process (`EngineStage`): `starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""
     """Reason of the last end, hang or replacement of a process; empty before the first."""
     restarts: Natural = 0
     """Number of times that the process died or could not be started. Replacements count in `recycles`."""
     running: Natural = 0
-    """Number of running requests."""
+    """Number of requests that run in the engine."""
     waiting: Natural = 0
-    """Number of requests that are queued in the engine."""
+    """Number of requests that wait in the queue of the engine."""
     queued_tokens: Natural = 0
-    """Prompt tokens that are not prefilled yet."""
+    """Prompt tokens of the engine's requests that are not prefilled yet."""
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     recycles: Natural = 0
@@ -395,6 +395,6 @@ class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     why: Text = ""
     """Reason why the node accepts no work; empty if it accepts work."""
     until: Real | None = None
-    """Unix time at which the pause ends, by the node's clock; None if unknown, or if a person must end it."""
+    """Unix time in seconds, by the node's clock, at which the pause ends; None if unknown, or without such a time."""
     by_hand: bool = False
     """Whether a person paused the node."""

@@ -96,17 +96,17 @@ class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):
     expert: Estimate = 0
     """Bytes of the largest transformer. In low-RAM mode one transformer is in memory at a time."""
     experts: Natural = 1
-    """Number of transformers."""
+    """Number of transformers of the package."""
     token_side: Natural = 16
     """Side of a spatial token in pixels; both sides of a picture are rounded up to a multiple."""
     token_frames: Natural = 4
     """Frames of a temporal token. A clip has one frame more than a multiple of this number."""
     fps: Natural = 16
-    """Default frames per second of the package."""
+    """Default frames per second of a clip."""
     steps: Natural = 40
-    """Default denoising steps of the package."""
+    """Default number of denoising steps of a clip."""
     frames: Natural = 81
-    """Default frames of the package."""
+    """Default number of frames of a clip."""
     cause: Text = ""
     """Reason why the package cannot be used; empty if it can."""
 
@@ -119,7 +119,7 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     generation: Number
     """Sequence number of the lease among the leases of the job."""
     job: Word = ""
-    """Id of the job."""
+    """Id of the video job for which the memory is leased."""
     size: Size = 0
     """Bytes that the lease subtracts from the ceiling; 0 after its release."""
     phase: Word = ""
@@ -143,7 +143,7 @@ class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
     ready: bool = False
     """Whether the node can accept a lease."""
     cause: Text = ""
-    """Reason why the node is not ready, with the next step; empty if it is ready."""
+    """Reason why the node is not ready; empty if it is ready."""
     ray: Word = ""
     """Id of the node's Ray cluster; empty while it does not run."""
     packages: Annotated[tuple[VideoPackage, ...], Meta(max_length=MAX_MODELS)] = ()
@@ -158,8 +158,8 @@ class Artifact(WireStruct, frozen=True, array_like=True, gc=False):
     """Output file of a video job. The node keeps the file until the coordinator acknowledges the end of the lease."""
 
     name: Word
-    """File name."""
+    """Name of the file, by which a `FetchRequest` names it."""
     size: Size
-    """Bytes."""
+    """Size of the file in bytes."""
     sha256: Blob
-    """SHA-256 of the content, 32 bytes."""
+    """SHA-256 of the file's content, 32 bytes."""

@@ -116,7 +116,7 @@ class ConditionEvaluator:
 
 
 def log_condition(condition: Condition, began: bool) -> None:
-    """Log the start (as a warning) or end of a condition, which `cluster events` shows."""
+    """Log a condition for `cluster events`: as a warning if it `began`, else as information that it ended."""
     write = log.warning if began else log.info
     write(
         "condition began" if began else "condition ended",

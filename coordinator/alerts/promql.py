@@ -4,9 +4,9 @@ Prometheus and the coordinator must agree on the meaning of an alert, hence the 
 tree. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
 which it holds. Two vectors match where all their labels are equal.
 
-Two differences from PromQL: `Increase` adds observed increases without extrapolation, and a series that is absent from
-the newest sample has no value. Rules compare with 0 or with coarse shares, for which both agree. A test evaluates each
-rule with both.
+Differences from PromQL: `Increase` adds observed increases without extrapolation. A series that is absent from the
+newest sample, and a division by 0, have no value. Rules compare with 0 or with coarse shares, for which both agree. A
+test evaluates each rule with both.
 """
 
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class Scalar(NamedTuple):
 
 
 Value = Vector | Scalar
-"""Value of an expression."""
+"""Value of an expression: the values of series by their labels, or one plain number."""
 
 
 class SampleHistory:
@@ -47,7 +47,7 @@ class SampleHistory:
         self._last: dict[tuple[str, Labels], float] = {}
         self._rises: dict[tuple[str, Labels], deque[tuple[float, float]]] = {}
         self.sample: Sample = {}
-        """Newest sample."""
+        """Newest sample; empty before the first."""
         self.now = 0.0
         """Time of the newest sample in monotonic seconds; 0 before the first."""
         self.wall = 0.0

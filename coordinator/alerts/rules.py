@@ -333,7 +333,7 @@ RULES = (
         "check that it runs, that its address is right, and that the token is valid (`cluster key list`)",
     ),
 )
-"""All rules, for Prometheus."""
+"""All alert rules."""
 EXTERNAL_RULES = frozenset({"CoordinatorDown"})
 """Names of the rules that only an external observer can evaluate, because they concern the coordinator itself."""
 WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)

@@ -181,8 +181,9 @@ def post_message(
 ) -> int:
     """Send one message as a POST and return the HTTP status of the answer. Block until the answer arrives.
 
-    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system. Raise the errors of
-    `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS name.
+    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system; None: only these. Raise the
+    errors of `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS
+    name.
     """
     where = select_address(address, resolve(address.host, address.port))
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
@@ -202,8 +203,8 @@ def post_message(
 class Webhook:
     """Sender of messages about conditions, in order, with a bounded queue and retries.
 
-    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status.
-    `send` raises `OSError` or `WebhookError` for a failed attempt.
+    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status. `send` raises
+    `OSError`, `UnicodeError` or `WebhookError` for a failed attempt.
     """
 
     def __init__(
@@ -221,7 +222,8 @@ class Webhook:
         return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
-        """Enqueue a message about the start or end of a condition. With a full queue, discard the oldest message."""
+        """Enqueue a message that a condition `began`, or else that it ended. With a full queue, discard the oldest
+        message."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.to_row()}
         self._queue.append(json.dumps(message).encode())
         self._more.set()

@@ -21,9 +21,9 @@ ACTOR: ContextVar[str] = ContextVar("actor", default="")
 KEY: ContextVar[str] = ContextVar("key", default="")
 """Id of the API key of the current request; empty on a public route."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
-"""IP address of the client of the current request; empty if unknown."""
+"""IP address of the client of the current request; empty if unknown, and on a public route."""
 IS_VALID: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
-"""Function that returns whether the API key of the current request is still valid; always True on a public route."""
+"""Function that returns whether the API key of the current request is still valid; True on a public route."""
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
@@ -70,8 +70,8 @@ def end_with_key(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a route handler so that each successful call is written to the audit log, under the handler's name.
 
-    An error of the handler is raised unchanged and is not written. The wrapped handler raises `StoreError` if the entry
-    cannot be stored, although the call took effect.
+    An error of the handler is raised unchanged and is not written. While changes cannot be written, the wrapped handler
+    raises `StoreError`, although the call took effect.
     """
 
     @wraps(act)
@@ -84,7 +84,8 @@ def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _describe_subject(arguments: Mapping[str, Any], answer: Any) -> str:
-    """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
+    """Return the subject of an action for the audit log: the names in its path, its body and its answer, cut to 300
+    characters."""
     named = [value for value in arguments.values() if isinstance(value, str)]
     body = next((value for value in arguments.values() if isinstance(value, Body)), None)
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}

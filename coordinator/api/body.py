@@ -22,7 +22,7 @@ from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
 BODY_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds until the body of a control request has arrived."""
+"""Maximum seconds for reading the body of a control request. A later body is refused with 408."""
 _DIGITS = 18
 """Maximum digits of a Content-Length."""
 PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
@@ -67,6 +67,8 @@ class StrictRoute(APIRoute):
     """Function that raises `ProblemError` for a request without a sufficient key; None for a public route."""
     max_body_bytes = MAX_BODY_BYTES
     """Maximum bytes of the body of a request."""
+    ends_with_client = False
+    """Whether the handler is cancelled when the client disconnects (`Route.ends_with_client`)."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **options: Any) -> None:
         self._options: dict[str, Any] | None = options
@@ -90,7 +92,8 @@ class StrictRoute(APIRoute):
 
         The handler raises `ProblemError` for a request without a sufficient key (401 or 403). It also raises
         `ProblemError` for a body that is too long (413), late (408) or incomplete (400). An invalid `Content-Length`
-        counts as too long. Invalid JSON raises `HTTPException` (400).
+        counts as too long. Invalid JSON raises `HTTPException` (400). With `ends_with_client`, it raises `ProblemError`
+        (499) if the client disconnects.
         """
         plain = super().get_route_handler()
 
@@ -99,9 +102,24 @@ class StrictRoute(APIRoute):
                 await self.check(request)
             body = b"" if self.body_field is None else await _read_body(request, self.max_body_bytes)
             PREFERS_ASYNC.set(has_async_preference(request))
-            return await plain(StrictRequest(request.scope, request.receive, body))
+            answering = plain(StrictRequest(request.scope, request.receive, body))
+            return await (_run_while_connected(request, answering) if self.ends_with_client else answering)
 
         return handle
+
+
+async def _run_while_connected(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+    """Run the handler of a request whose body has been read. If the client disconnects, cancel the handler and raise
+    `ProblemError` (499)."""
+    answer, left = asyncio.ensure_future(answering), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise ProblemError(Problem(499, "client_left", "the client left before the end of its command"))
+    finally:
+        answer.cancel()
+        left.cancel()
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

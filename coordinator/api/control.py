@@ -155,7 +155,7 @@ class ControlApi:
             _wrap_encoded(self._commands.wrap(handler) if route.deferrable else handler),
             methods=[route.method],
             route_class_override=_create_route_class(
-                None if is_open else require_scope(self._ring, route.scope), route.max_body_bytes
+                route, None if is_open else require_scope(self._ring, route.scope)
             ),
             openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
             summary=route.summary,
@@ -179,10 +179,10 @@ def _wrap_encoded(act: Callable[..., Any]) -> Callable[..., Any]:
     return encode
 
 
-def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_body_bytes: int) -> type[StrictRoute]:
-    """Return a route class with this check and body limit, because FastAPI builds the instances itself."""
-    opens = None if check is None else staticmethod(check)
-    return type("OpenedRoute", (StrictRoute,), {"check": opens, "max_body_bytes": max_body_bytes})
+def _create_route_class(route: Route, check: Callable[[Request], Awaitable[None]] | None) -> type[StrictRoute]:
+    """Return a route class with this check and the limits of `route`, because FastAPI builds the instances itself."""
+    limits = {"max_body_bytes": route.max_body_bytes, "ends_with_client": route.ends_with_client}
+    return type("OpenedRoute", (StrictRoute,), {"check": None if check is None else staticmethod(check), **limits})
 
 
 class ControlApplication(FastAPI):

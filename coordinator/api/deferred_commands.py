@@ -30,7 +30,7 @@ MAX_RUNNING = 64
 MAX_ENDED = 50
 """Maximum ended commands that are listed; the oldest above it are deleted."""
 LISTED_SECONDS = 600.0
-"""Seconds for which an ended command is listed."""
+"""Maximum seconds for which an ended command is listed."""
 RESPOND_ASYNC = "respond-async"
 PREFERS_ASYNC: ContextVar[bool] = ContextVar("prefers_async", default=False)
 """Whether the current request prefers a response before the end of its command."""
@@ -58,12 +58,12 @@ class DeferredCommand:
     """Node, as the request named it; None if the coordinator chooses it."""
     started: float
     ended: float | None = None
-    """Time of the end; None while the command runs."""
+    """Unix time in seconds of the end; None while the command runs."""
     stage: CommandStage = CommandStage.RUNNING
     message: str = ""
-    """Reason of a failure, for a person."""
+    """Reason of a failure, for a person; empty unless the command failed."""
     answer: Mapping[str, Any] | None = None
-    """Answer that a waiting client gets; None unless the command is completed."""
+    """Answer of the route's handler; None unless the command is completed."""
 
     def to_row(self) -> dict[str, object]:
         """Return the command as a row of the API."""
@@ -87,7 +87,7 @@ def has_async_preference(request: Request) -> bool:
 
 
 class DeferredCommands:
-    """Running deferred commands, and those that ended within `LISTED_SECONDS`. `wall` returns Unix seconds."""
+    """Running deferred commands, and the ended ones that are still listed. `wall` returns Unix seconds."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
@@ -95,7 +95,10 @@ class DeferredCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build_rows(self) -> list[dict[str, object]]:
-        """Return the rows of all listed commands. The command that started or ended last comes first."""
+        """Return the rows of all listed commands. The command that started or ended last comes first.
+
+        Ended commands above `MAX_ENDED` or older than `LISTED_SECONDS` are deleted before.
+        """
         self._delete_old()
         return [command.to_row() for command in reversed(self._commands.values())]
 

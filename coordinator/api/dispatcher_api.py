@@ -27,7 +27,8 @@ class DispatcherApi(Protocol):
     """Names of models and aliases, and the models that they stand for."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Place a request, queue it, or end it with a refusal. Return the request, which the caller must `close`."""
+        """Place a request, queue it, hand it to an upstream, or end it with a refusal. The caller must `close` the
+        returned request."""
         ...
 
     def close(self, request: ActiveRequest) -> None:

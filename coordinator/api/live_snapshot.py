@@ -22,12 +22,12 @@ MAX_REQUESTS_SHOWN = 50
 MAX_ENDED_PULLS_SHOWN = 10
 """Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
-"""Minimum age in seconds of a node's last report for the page to show. A lower age is sent as 0."""
+"""Age of a node's newest report, in seconds, from which the page receives the age. A lower age is sent as 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSources:
-    """Sources of the page's sections. A call returns the current content."""
+    """Sources of the page's sections. Call an instance to get the current content of all sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -74,7 +74,7 @@ def _remove_actor(row: dict[str, object]) -> dict[str, object]:
 def _shorten_node_row(row: dict[str, Any]) -> dict[str, Any]:
     """Replace values that change without meaning in a node's row, and keep only the names of its loaded models.
 
-    The age of the memory reading becomes 0. The age of the last report becomes complete seconds, and 0 below
+    The age of the memory reading becomes 0. The age of the newest report becomes complete seconds, and 0 below
     `SILENCE_SHOWN_SECONDS`. The rows of nodes are sent with each change of their memory, and the rows of models have
     their own section.
     """

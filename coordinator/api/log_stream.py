@@ -31,8 +31,9 @@ def _render_end(reason: str) -> bytes:
 async def stream_log(pieces: AsyncGenerator[bytes]) -> Response:
     """Return a response that streams the text of a log. `pieces` are the parts of the text in UTF-8.
 
-    Raise `ProblemError` (503) for an error before the first piece. A later error ends the text with a line about it. An
-    API key that becomes invalid ends the text.
+    Wait for the first piece. Raise `ProblemError` (503) if reading it raises `LookupError` or `OSError`. Such an error
+    of a later piece ends the text with a line about it. An API key that becomes invalid ends the text at the next
+    piece.
     """
     pieces = end_with_key(pieces)
     try:

@@ -65,6 +65,8 @@ class Route:
     """Whether the path ends with a parameter that may contain slashes, such as `publisher/model`."""
     deferrable: bool = False
     """Whether the command can end after the response (`DeferredCommands`). Its body has a model and a node."""
+    ends_with_client: bool = False
+    """Whether the handler is cancelled when the client disconnects."""
 
     @property
     def pattern(self) -> str:
@@ -73,12 +75,13 @@ class Route:
 
     @property
     def max_body_bytes(self) -> int:
-        """Maximum bytes of the request body."""
+        """Maximum bytes of the request body: `MAX_PUBLIC_BODY_BYTES` for a public route, else `MAX_BODY_BYTES`."""
         return MAX_PUBLIC_BODY_BYTES if self.scope == PUBLIC_SCOPE else MAX_BODY_BYTES
 
     @property
     def audited(self) -> bool:
-        """Whether each successful call is written to the audit log: true for changes with the scope `admin`."""
+        """Whether each successful call is written to the audit log: True for all methods but GET with the scope
+        `admin`."""
         return self.scope == "admin" and self.method != "GET"
 
     @property
@@ -87,7 +90,7 @@ class Route:
         return (self.handler.__doc__ or "").splitlines()[0]
 
     def describe_responses(self) -> dict[str, Any]:
-        """Return the OpenAPI response objects of all possible responses, by status as text."""
+        """Return the OpenAPI response objects by status as text: 200, 202 if `deferrable`, and the error statuses."""
         content = {self.content.media: {"schema": dict(self.content.schema)}}
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
         missing = (404,) if "{" in self.path else ()

@@ -10,15 +10,15 @@ class ServerInfo:
     """Facts about the coordinator for the routes of its status, settings and CA."""
 
     name: str
-    """Name of the cluster."""
+    """Display name of the cluster."""
     version: str
-    """Version of Macpool."""
+    """Version of Macpool that the coordinator runs."""
     epoch: int
     """Epoch of the coordinator, which grows with every start."""
     address: ListenerAddress
     """Address of the endpoint for clients."""
     cluster_address: ListenerAddress
-    """Address for nodes."""
+    """Address of the cluster port, for links of nodes."""
     cluster: str
     """Id of the cluster."""
     started: float

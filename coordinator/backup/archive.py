@@ -27,13 +27,13 @@ NAMES = re.compile(
     r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
     r"|videos/video_[A-Za-z0-9]{1,64}/[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}"
 )
-"""Pattern of the file names that a backup may contain. Any other name is refused with `ArchiveError`."""
+"""Pattern of the file names that a backup may contain. Any other name is refused."""
 NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
 """Names of the files that every backup contains."""
 
 
 class ArchiveError(Exception):
-    """The backup cannot be used. The text has the reason and the next step."""
+    """The backup cannot be used. The text has the reason, and the next step where one is known."""
 
 
 class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

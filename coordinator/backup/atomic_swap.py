@@ -25,7 +25,7 @@ class FileMoves(msgspec.Struct, frozen=True):
     """Plan of a swap. All names are relative to the state folder."""
 
     install: tuple[str, ...]
-    """Files and folders to move from `restoring` into the state folder, each in place of the old one."""
+    """Files and folders to move from `restoring` into the state folder. An old one at that place moves into `aside`."""
     remove: tuple[str, ...]
     """Files and folders to move into `aside`."""
     aside: str

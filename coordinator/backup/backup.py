@@ -61,11 +61,11 @@ class BackupResult:
 def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
     """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
-    `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
-    folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if a file of the
-    folder is foreign or changes meanwhile, or if CA and database are of different clusters. Raise it if `file` exists
-    and is not a backup. An existing file in the age format is a backup only if `passphrase` decrypts it to one. A file
-    in the former encrypted format is a backup with any passphrase.
+    `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted; None leaves it readable.
+    Raise `BackupError` if the folder has no cluster or an interrupted restore, or a file cannot be read or written.
+    Raise it also if a file of the folder is foreign or changes meanwhile, or if CA and database are of different
+    clusters. Raise it if `file` exists and is not a backup. An existing file in the age format is a backup only if
+    `passphrase` decrypts it to one. A file in the former encrypted format is a backup with any passphrase.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
@@ -218,7 +218,10 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _find_outside_files(config: Path) -> tuple[str, ...]:
-    """Return the paths of certificate files that the settings file names; empty if the file cannot be read."""
+    """Return the paths of the certificate and key files that the settings file names.
+
+    Return an empty tuple if the settings file is missing or cannot be read.
+    """
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
     except (OSError, ValueError):

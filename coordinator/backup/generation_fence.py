@@ -26,9 +26,9 @@ class SupersededMark(msgspec.Struct, frozen=True):
     """Record in the state folder that a coordinator with a higher generation exists."""
 
     generation: int
-    """The higher generation."""
+    """Generation of the other coordinator, which is higher than that of this one."""
     seal: bytes
-    """The CA's signature of that generation."""
+    """Signature of `generation` by the CA of the cluster."""
     node: str = ""
     """Node that sent the generation; empty if unknown."""
     at: float = 0.0

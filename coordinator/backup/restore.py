@@ -55,7 +55,7 @@ CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """The backup cannot be read or restored. The text has the reason and the next step."""
+    """The backup cannot be read or restored. The text has the reason, and the next step where one is known."""
 
 
 class PassphraseNeeded(RestoreError):
@@ -274,7 +274,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
 def _plan_moves(
     state: Path, staged: Path, manifest: Manifest, existing: ExistingState | None, now: float
 ) -> tuple[FileMoves, str]:
-    """Return the moves, and the name for the backup's settings."""
+    """Return the moves, and the name for the backup's settings, which get it in `staged`; empty without settings."""
     install = [name for name in (DATABASE, VIDEOS, "pepper", "authority") if (staged / name).exists()]
     remove = [name + besides for name in (DATABASE, VIDEOS) for besides in _BESIDES if name + besides not in install]
     if (staged / "videos").exists():

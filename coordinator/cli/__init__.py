@@ -95,19 +95,19 @@ SECTIONS = {
         "completion": ("coordinator.cli.commands.use:completion", "Print the completion script for a shell."),
     },
 }
-"""Section of the help → command → implementation and summary. The help is printed without an import of the
+"""Implementation and summary of each command, by section of the help. The help is printed without an import of the
 implementation."""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
-"""Command → implementation and summary."""
+"""Implementation and summary of each command, by the command's name."""
 NAMES = ("cluster", "macpool")
 """Names of the command. There are two, because graphviz installs another program `cluster` on many machines."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
+"""Exit code of a command that Ctrl-C ended."""
 
 
 class LazyGroup(CommandGroup):
-    """Top-level group of all commands. The module of a command is imported only when the command runs or its help is
-    printed."""
+    """Top-level group of all commands. The module of a command is imported only when the command runs, or for its help
+    or completion."""
 
     def main(
         self,
@@ -120,7 +120,7 @@ class LazyGroup(CommandGroup):
         """Run a command and print its error.
 
         Exit the process with one of the codes that `cluster --help` lists, unless the code is 0. A closed output pipe
-        counts as success.
+        counts as success. An unexpected exception is raised unchanged.
         """
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)

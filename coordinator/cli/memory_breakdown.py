@@ -6,7 +6,7 @@ from typing import Any
 from wire.units import show_size
 
 OFF, NO_MARGIN, UNARMED = "OFF", "no margin", "not armed"
-"""Guard states: the guard is off, the margin is 0 bytes, and the gate is not armed."""
+"""Guard states, in order: guard switched off, margin of 0 bytes, gate not armed."""
 ALARMING = frozenset({OFF, NO_MARGIN})
 """Guard states that need attention."""
 
@@ -33,7 +33,7 @@ def get_guard_state(node: dict[str, Any]) -> str:
 
 
 def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
-    """Describe the circuit breaker of a node: the seconds until its probe, and the last failure; empty if it is closed.
+    """Describe the circuit breaker of a node, with the last failure; empty if the breaker is closed.
 
     A node without the field `breaker` counts as closed. `now` is in Unix seconds; None for the current time.
     """

@@ -11,7 +11,7 @@ from wire.node_state import SILENT, NodeState
 from wire.units import GIB, MIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
-"""Columns for 80 characters."""
+"""Columns of the table of nodes, for terminals of 80 characters."""
 WIDE = (
     "NAME",
     "STATE",
@@ -28,7 +28,7 @@ WIDE = (
     "HEARD",
     "VERSION",
 )
-"""Columns of `-o wide`."""
+"""Columns of the table of nodes with `-o wide`."""
 
 
 def build_narrow_row(node: dict[str, Any]) -> tuple[str, ...]:

@@ -64,13 +64,13 @@ class ApiSession:
     """Options with which a command selects a coordinator and an output format."""
 
     state: Path
-    """State folder."""
+    """State folder of this machine."""
     url: str | None
     """URL of --url; None for the coordinator of the state folder or of `cluster login`."""
     key_file: Path | None
     """File of --key-file with an API key; None without the option."""
     output: str
-    """`text`, `wide` or `json`."""
+    """Format of the output: `text`, `wide` or `json`."""
 
     @property
     def json(self) -> bool:
@@ -84,7 +84,7 @@ class ApiSession:
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator is known: by --url, as running in the state folder, or by `cluster login`.
+        """Whether a coordinator is known: by --url, by `run.json` (which a crash leaves), or by `cluster login`.
 
         Raise `CommandError` if a file of the state folder cannot be read.
         """
@@ -92,7 +92,7 @@ class ApiSession:
 
     @property
     def has_crashed(self) -> bool:
-        """Whether the process of the state folder's coordinator ended without deleting its `run.json`.
+        """Whether the state folder's coordinator ended without deleting its `run.json`; False with --url.
 
         Raise `CommandError` if the file cannot be read.
         """

@@ -33,7 +33,7 @@ class SettingsReport:
     If the file cannot be parsed, the rows are the defaults of the coordinator.
     """
     faults: tuple[Any, ...]
-    """Faults as `coordinator.state.config_file.ConfigFault`."""
+    """Faults of the settings, each a `coordinator.state.config_file.ConfigFault`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,12 @@ class RunningProcesses:
     """Settings in use by the processes of a state folder."""
 
     roles: tuple[str, ...]
-    """Running processes: `coordinator`, `node`, both or none."""
+    """Names of the running processes, of `coordinator` and `node`; empty if none runs."""
     rows: tuple[dict[str, Any], ...]
-    """Settings of these processes as rows: key, value, origin, description."""
+    """Settings of the running processes as rows: key, value, origin, description."""
     drifts: tuple[dict[str, Any], ...]
-    """Settings that differ in the file since the start: `host.settings_loader.SettingDrift`, as dictionaries."""
+    """Settings whose value in the file has changed since the start, as dictionaries
+    (`host.settings_loader.SettingDrift`)."""
 
     @property
     def overrides(self) -> list[dict[str, Any]]:

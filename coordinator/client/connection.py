@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import sys
+import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
     """Return exit code and message for a failed connection to the URL `base`.
 
     Errno 65 on macOS has the code `BLOCKED`, because it means local network privacy and not a network fault. A
-    certificate that this machine does not trust has the code `PIN`, any other failure `UNREACHABLE`.
+    certificate that this machine does not trust has the code `PIN`. Any other failure has `UNREACHABLE`, also a
+    certificate that is outside its validity.
     """
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (
@@ -143,6 +145,10 @@ def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
             "it under System Settings > Privacy & Security > Local Network"
         )
     if "certificate verify failed" in str(error):
+        from wire.certificate import explain_wrong_clock
+
+        if hint := explain_wrong_clock(error, time.time()):
+            return UNREACHABLE, f"{base} cannot be reached: {getattr(error, 'verify_message', '')}{hint}"
         return PIN, (
             f"the certificate of {base} is not trusted by this machine: run `cluster trust-ca {base}` and compare the "
             "fingerprint with that of the coordinator"

@@ -14,7 +14,7 @@ local network privacy.
 
 
 class CommandError(click.ClickException):
-    """Failure of a command: its exit code, and a message with the next step, without terminal control sequences."""
+    """Failure of a command: its exit code, and a message for a person, without terminal control sequences."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(replace_control_characters(message))

@@ -30,13 +30,13 @@ class MemberIdentity:
     folder: Path
     """Folder of the identity, with the certificate."""
     cluster: str
-    """Id of the cluster."""
+    """Id of the cluster that the node has joined."""
     node: str
     """Id of the node."""
     machine: str
-    """Id of the machine."""
+    """Id of this machine."""
     ca: bytes
-    """Certificate of the cluster's CA (DER)."""
+    """Certificate of the cluster's CA in DER."""
     addresses: tuple[str, ...]
     """Addresses of the coordinator's cluster port (HOST:PORT), that of the last link first."""
 

@@ -66,10 +66,10 @@ def assemble_pool(
     on_superseded: Callable[[SupersededMark], None],
     enrollment_limit: RateLimit | None = None,
 ) -> NodePool:
-    """Construct the parts and connect them. Nothing is started. Call on a running event loop.
+    """Construct the parts of the pool and connect them, without starting any. Call on a running event loop.
 
     `wall` returns Unix seconds. `on_superseded` is called once a node has proved that another coordinator has a newer
-    generation. `enrollment_limit` replaces the default limit of enrolments.
+    generation. `enrollment_limit` replaces the default limit of enrollments.
     """
     authentication, barrier = MemberAuthentication(store, fence.authority, wall), StoreBarrier(store.flush)
     records, table = NodeRecords(store), links.table

@@ -28,7 +28,7 @@ EXIT_USAGE, EXIT_DENIED, EXIT_OTHER_CLUSTER = 2, 4, 6
 After `EXIT_DENIED` without an identity, the node is restarted with a new join token.
 """
 TERMINATE_GRACE_SECONDS = 10.0
-"""Seconds between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL to the local node's process."""
 
 
 class LocalNodeElsewhereError(Exception):

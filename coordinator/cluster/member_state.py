@@ -20,7 +20,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     since: float
     """Monotonic time in seconds at which the current state began."""
     last_report_at: float | None = None
-    """Time of the last report or connect; None before the first."""
+    """Monotonic time in seconds of the newest report or connect; None before the first."""
     enrolled: bool = True
     """Whether the node is a member."""
     cordoned: bool = False
@@ -28,15 +28,15 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
-    """Highest link number seen."""
+    """Highest sequence number of a link so far; 0 before the first."""
     instance: str = ""
-    """Id of the agent process of the newest link."""
+    """Id of the agent process of the newest link; empty before the first link."""
     streak: int = 0
-    """Consecutive reports while suspect."""
+    """Consecutive reports of the node while it is suspect; 0 in any other state."""
     reason: str = ""
     """Why the node is suspect, lost, asleep or has left, as text for people; empty in any other state."""
     silent_at: float | None = None
-    """Time at which a ready, draining or paused node fell silent or lost its connection.
+    """Monotonic time in seconds at which a ready, draining or paused node fell silent or lost its connection.
 
     Kept until the node returns, sleeps or leaves; None otherwise.
     """

@@ -160,7 +160,7 @@ def _set_cordoned(member: Member, *, cordoned: bool) -> Step:
 
 
 def _publish_if_changed(before: Member, after: Member) -> Step:
-    """Return `after`, with `PublishMember` if more than the time of the last report differs from `before`."""
+    """Return `after`, with `PublishMember` if more than the time of the newest report differs from `before`."""
     changed = replace(before, last_report_at=after.last_report_at) != after
     return after, (PublishMember(after.node),) if changed else ()
 

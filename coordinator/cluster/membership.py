@@ -27,7 +27,7 @@ from wire.node_state import ALIVE, GONE, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
 
 CORRELATION_WINDOW_SECONDS = 5.0
-"""Seconds within which losses of several nodes count as one event."""
+"""Seconds within which nodes must fall silent to count together for self-suspicion."""
 
 
 class Membership(msgspec.Struct, frozen=True):
@@ -39,10 +39,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     @property
     def self_suspect(self) -> bool:
-        """Whether at least half of the living nodes fell silent within `CORRELATION_WINDOW_SECONDS`.
-
-        The coordinator's own network is the likely cause, and no node is deleted.
-        """
+        """Whether the coordinator suspects its own network. No node is deleted meanwhile."""
         return self.self_suspect_since is not None
 
     def check(self) -> None:

@@ -75,7 +75,8 @@ class ModelOperations:
     async def profile_model(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Measure the memory of a model. Return the results, and an error for the nodes that failed or None.
+        """Measure the memory of a model. Return the results, and one error for all nodes that failed; None if none
+        failed.
 
         Profile on `node`; else on every node that has the model loaded; else on the best node for a load.
         """
@@ -102,8 +103,9 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Unload a model from `node`, or from every node that has it loaded.
 
-        Return the results, and an error for the nodes that failed or None. If no node has the model loaded, the error
-        is a refusal. Cordoned nodes are included, because a person cordons a node to let its requests end.
+        Return the results, and one error for all nodes that failed; None if none failed. If no node has the model
+        loaded, the error is a refusal. Cordoned nodes are included, because a person cordons a node to let its requests
+        end.
         """
         view = self._dispatcher.view
         holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]
@@ -122,8 +124,8 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
 
-        Return the results, and an error for the nodes that failed or None. If no node may have any, the error is a
-        refusal. An absent node may have cached prompts in its files, and counts as failed.
+        Return the results, and one error for all nodes that failed; None if none failed. If no node may have any, the
+        error is a refusal. An absent node may have cached prompts in its files, and counts as failed.
         """
         members = [member for member in self._dispatcher.view.nodes if member.state is not NodeState.LEFT]
         nodes = [member for member in members if _may_cache(member, model)] if node is None else [node]

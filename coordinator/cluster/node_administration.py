@@ -23,9 +23,7 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 class NodeAdministration:
     """Decisions of administrators, which persist in the store, and their effects on membership and links.
 
-    A change for which a method raises `StoreError` is in effect, and waits for the disk. Labels and the video
-    permission then appear in the view with its next publication. A removed node is then denied, but not marked as
-    removed in the store.
+    A change for which a method raises `StoreError` is in effect, and waits for the disk.
     """
 
     store: Database
@@ -69,10 +67,10 @@ class NodeAdministration:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
         `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
-        the pause, as text for the node's owner. If the last report already has the ordered state, return that report's
-        sharing state at once. A pause of `seconds` is confirmed by another end than before. Return None if no report
-        confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported,
-        is not linked, or cannot be paused remotely.
+        the pause, as text for the node's owner. If the newest report already has the ordered state, return the sharing
+        state of that report at once. A pause of `seconds` is confirmed by another end than before. Return None if no
+        report confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not
+        reported, is not linked, or cannot be paused remotely.
         """
         before = self._get_sharing(node)
         if not before.when:

@@ -52,7 +52,11 @@ class NodeDirectory:
         return counts
 
     def list_warnings(self) -> list[str]:
-        """Return texts about all conditions of the pool and of linked nodes that need a person, dangers first."""
+        """Return warnings for people: dangers first, then the coordinator's suspicion of its network, then faults of
+        nodes.
+
+        Nodes that are lost, asleep or have left are omitted.
+        """
         texts = self.list_dangers()
         if self._registry.pool.self_suspect:
             texts.append("half of the nodes fell silent at once: look at this machine's own network first")
@@ -68,7 +72,7 @@ class NodeDirectory:
         return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
     def _list_linked_views(self) -> list[NodeView]:
-        """Return the views of nodes with a current report; a node that is gone reports nothing."""
+        """Return the views of the nodes that have reported and whose state is not in `GONE`."""
         views = [self._registry.get_node_view(node) for node in self._records.list_reported()]
         return [view for view in views if view.state not in GONE]
 

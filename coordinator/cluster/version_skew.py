@@ -1,7 +1,7 @@
 """Versions of the cluster's members, and the update step for each. Pure.
 
-Coordinator and nodes work together if their versions are equal or adjacent, whichever is newer. Frames of one protocol
-are readable across versions because fields are only added at their end.
+Coordinator and nodes work together if the coordinator supports the protocol of the node, whichever is newer. Frames of
+one protocol are readable across versions, because fields are only added at their end.
 """
 
 import re
@@ -18,11 +18,11 @@ class MemberVersion:
     """Member of the cluster with the versions of its software."""
 
     name: str
-    """Name of the node."""
+    """Display name of the node."""
     version: str
     """Version of Macpool; empty if the node has not linked since the coordinator started."""
     protocol: int
-    """Protocol number; 0 if unknown."""
+    """Protocol version of the node; 0 if unknown."""
     state: str
     """State of the node, as in `wire.node_state.NodeState`."""
 
@@ -35,7 +35,7 @@ class SkewAdvice:
     ok: bool
     """Whether no action is needed."""
     advice: str
-    """Fault of the version with the next step, for a person; empty if `ok`."""
+    """Fault of the version, for a person; empty if `ok`."""
     joinable: bool = True
     """Whether the coordinator supports the member's protocol."""
 

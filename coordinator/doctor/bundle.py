@@ -142,7 +142,7 @@ def render_log(lines: Iterable[str]) -> str:
 
 
 def _parse_console_event(line: str) -> dict[str, Any] | None:
-    """Return time, level and name of an event that the engine wrote in console format; None for any other line."""
+    """Return time, level and name of an event of this project in console format, as the engine writes it; else None."""
     match = _CONSOLE.fullmatch(line)
     return (
         None

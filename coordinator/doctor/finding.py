@@ -11,7 +11,7 @@ from typing import Literal
 Result = Literal["ok", "warn", "fail", "not here"]
 """Result of a check. `warn`: something works but needs attention. `not here`: the check does not apply here."""
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
-"""Exit codes of the doctor: no fault, only warnings (with `--strict`), a failed check.
+"""Exit codes of the doctor: no failed check, warnings but no failed check (with `--strict`), a failed check.
 
 The last two are an unexpected peer in place of the coordinator, and a local network that macOS blocks.
 """
@@ -26,7 +26,7 @@ class Finding:
 
     result: Result
     text: str
-    """Description of the result."""
+    """Description of the result, as one sentence for a person."""
     fix: str = ""
     """Next step; empty if there is nothing to do."""
     numbers: Mapping[str, float | str | None] = field(default_factory=dict[str, "float | str | None"])

@@ -36,11 +36,11 @@ class ToolOutput:
     """Result of a system tool that ended."""
 
     code: int
-    """Exit code."""
+    """Exit code of the tool."""
     text: str
-    """Standard output."""
+    """Text of the tool's standard output."""
     error: str = ""
-    """Standard error."""
+    """Text of the tool's standard error."""
 
 
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
@@ -101,19 +101,19 @@ class HostProbe:
     session: ApiSession
     """Options that select the coordinator: the state folder, and optionally a URL and a key file."""
     platform: str = sys.platform
-    """Operating system, as in `sys.platform`."""
+    """Name of the operating system, as in `sys.platform`."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """Environment variables."""
+    """Environment variables of the doctor's process, by name."""
     run: RunTool = run_tool
     """Function that runs tools and child processes."""
     dial: Dial = dial_tcp
-    """Function that tries a TCP connection."""
+    """Function that connects to a host and port by TCP."""
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
     get_power: Callable[[], PowerState] = read_power
     """Function that reads power source and battery."""
     timeout_seconds: float = 4.5
-    """Time limit for all checks, in seconds."""
+    """Seconds from the common start of all checks after which an unfinished check is abandoned."""
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)
@@ -142,7 +142,7 @@ class HostProbe:
 
     @property
     def mac(self) -> bool:
-        """Whether this is macOS."""
+        """Whether the operating system is macOS."""
         return self.platform == "darwin"
 
     @property
@@ -169,7 +169,10 @@ class HostProbe:
             return CoordinatorAnswer(None, code, str(getattr(error, "message", error)))
 
     def _run_child(self, module: str, *arguments: str) -> dict[str, Any] | None:
-        """Run a module of this project as a child process. Return None if it does not answer in time."""
+        """Run a module of this project as a child process, and return the JSON object in its last line.
+
+        Return None if the child fails, does not end in time, or prints no such object.
+        """
         result = self.run(
             (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.timeout_seconds - CHILD_MARGIN_SECONDS)
         )
@@ -195,4 +198,4 @@ class CoordinatorAnswer:
     code: int = 0
     """Exit code for the failure; 0 without one."""
     problem: str = ""
-    """Message of the failure."""
+    """Message of the failure; empty without one."""

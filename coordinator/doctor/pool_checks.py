@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.client.errors import PIN, UNREACHABLE, CommandError
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
+
+if TYPE_CHECKING:
+    from wire.certificate import Certificate
 
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
 """Differences of the clocks, in seconds: above the first the check warns, above the second it fails."""
@@ -24,6 +27,8 @@ EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 """Remaining validity of a certificate below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
 """Maximum bytes that are read from the end of a log."""
+SET_CLOCK = "set the clock: certificates and tokens depend on it (System Settings > Date & Time)"
+"""Next step after a wrong clock."""
 NO_INSPECTION = "the node's inspection failed or did not answer in time"
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
@@ -172,7 +177,18 @@ def _describe_expiry(end: float, now: float) -> str:
 
 def _read_expiries(here: HostProbe) -> dict[str, float]:
     """Return the expiry of every certificate by the name of its holder, in Unix seconds."""
-    expiries: dict[str, float] = {}
+    expiries = {name: certificate.expires for name, certificate in _read_authority(here).items()}
+    inspection = here.read_inspection() if here.has_node else None
+    if inspection and inspection["identity"]:
+        expiries["node"] = inspection["identity"]["expires"]
+        shown = [dial["expires"] for dial in inspection["dialled"] if dial["expires"]]
+        expiries |= {"coordinator": min(shown)} if shown else {}
+    return expiries
+
+
+def _read_authority(here: HostProbe) -> "dict[str, Certificate]":
+    """Return the readable certificates of the coordinator on this machine, by the name of their holder."""
+    found: dict[str, Certificate] = {}
     if here.has_cluster:
         import ssl
 
@@ -182,23 +198,24 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
             with suppress(OSError, ValueError):
                 text = (here.state / "authority" / f"{name}.pem").read_text()
                 pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
-                expiries[name] = read_certificate(
-                    ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])
-                ).expires
-    inspection = here.read_inspection() if here.has_node else None
-    if inspection and inspection["identity"]:
-        expiries["node"] = inspection["identity"]["expires"]
-        shown = [dial["expires"] for dial in inspection["dialled"] if dial["expires"]]
-        expiries |= {"coordinator": min(shown)} if shown else {}
-    return expiries
+                found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25]))
+    return found
 
 
 def check_clock(here: HostProbe) -> Finding:
     """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log.
 
-    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. The check does not apply without a known
-    difference.
+    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. Fail as well if the CA's certificate is not yet
+    valid by the clock of the coordinator's machine. The check does not apply without a known difference.
     """
+    authority = _read_authority(here).get("authority")
+    if authority is not None:
+        from wire.certificate import BACKDATED_SECONDS
+
+        skew, created = time.time() - authority.issued, datetime.fromtimestamp(authority.issued, UTC)
+        if skew < -BACKDATED_SECONDS:
+            text = f"the clock is before the creation of the cluster at {created:%Y-%m-%d %H:%M} UTC"
+            return fail(text, SET_CLOCK, skew=round(skew))
     if here.session.running:
         skew = _measure_clock_difference(here)
         where = "the coordinator's endpoint"
@@ -208,16 +225,17 @@ def check_clock(here: HostProbe) -> Finding:
         return not_here("no coordinator reported its time; name one with --url")
     text = f"{skew:+.1f} s compared with {where}"
     if abs(skew) > SKEW_FAIL_SECONDS:
-        return fail(
-            text, "set the clock: certificates and tokens depend on it (System Settings > Date & Time)", skew=skew
-        )
+        return fail(text, SET_CLOCK, skew=skew)
     if abs(skew) > SKEW_WARN_SECONDS:
         return warn(text, "set the clock automatically (System Settings > Date & Time)", skew=skew)
     return ok(text, skew=skew)
 
 
 def _measure_clock_difference(here: HostProbe) -> float | None:
-    """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
+    """Return the seconds by which this machine's clock is ahead of the coordinator's, by the coordinator's API.
+
+    Return None without an answer, and for an older version, whose answer has no time.
+    """
     began = time.time()
     answer = here.get("/api/v1/version").value
     if answer is None or "time" not in answer:

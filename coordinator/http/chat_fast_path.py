@@ -1,9 +1,10 @@
 """Fast path of the HTTP port: common chat requests go from the socket to the dispatcher without ASGI.
 
 Uvicorn serves every route; `FastPathProtocol` only checks first. A complete `POST /v1/chat/completions` in the buffer
-with a valid key and body is answered here. No task, ASGI scope or copy of the headers is made (docs/decisions/0041 has
-the measured times). All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
-invalid parameter. Only the app refuses invalid requests. Answers and dispatcher errors are the same on both paths.
+with a valid key and body is answered here. No task and no ASGI scope is made, and a head that was seen before is not
+parsed again (docs/decisions/0041 has the measured times). All else passes on unchanged to the ASGI app: another route,
+a body in pieces, a wrong key, an invalid parameter. Only the app refuses invalid requests. Answers and dispatcher
+errors are the same on both paths.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
@@ -68,7 +69,7 @@ class ParsedHead:
     request_id: str = ""
     """Valid request id of the client; empty without one."""
     session: str = ""
-    """Session of the client; empty without one."""
+    """Name of the conversation from the header `x-session-id`; empty without one."""
 
 
 class FastPath:
@@ -364,7 +365,8 @@ class ChunkedStream:
         self._ready()
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send complete events; with `last`, also end the response. Return False if the transport's buffer is full."""
+        """Send complete events; with `last`, also end the response. Return False if the transport's buffer is full,
+        unless `last`."""
         chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
         self._head = b""
         if last:

@@ -6,10 +6,10 @@ requests uvicorn's keep-alive timeout applies. A running response has no deadlin
 (`router.http.app`, `coordinator.api.body`).
 
 Bytes are parsed in slices, and not while a complete request waits for its answer. Bytes that a client sends ahead are
-held unparsed. Otherwise a connection of 8 MiB becomes 200,000 requests in memory, and an error in these bytes is
-written into the current answer. The socket is read at all times, because only a read shows that the client has left. If
-a client sends more than `MAX_PIPELINED_BYTES` ahead, they are discarded and the connection ends after the current
-answer.
+held unparsed. Otherwise a connection of 8 MiB would become 200,000 requests in memory, and an error in these bytes
+would be written into the current answer. The socket is read during an answer as well, because only a read shows that
+the client has left. If a client sends more than `MAX_PIPELINED_BYTES` ahead, they are discarded and the connection ends
+after the current answer.
 """
 
 import asyncio
@@ -348,7 +348,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._parse_held_bytes)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Record the request that is being answered. All requests after it are complete."""
+        """Start the task that answers a request, and record its request. All requests before it are answered."""
         self._running = cycle
         if cycle.scope["http_version"] == "1.0":
             app = partial(_serve_without_chunks, app, cycle)

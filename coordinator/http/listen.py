@@ -5,7 +5,14 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
+import structlog
+
 from host.local_names import list_addresses
+
+ANY_IPV4, ANY_ADDRESS = "0.0.0.0", "::"  # noqa: S104
+"""Wildcards: all IPv4 addresses of this machine, and all its addresses."""
+
+log = structlog.get_logger("coordinator.http.listen")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +40,18 @@ class ListenerAddress:
 
 
 def open_listener(host: str, port: int, option: str = "--listen") -> socket.socket:
-    """Open a listening TCP socket. Raise `OSError` if the address cannot be used; `option` sets another one.
+    """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
-    The wildcard `::` also takes IPv4 connections. With port 0 the system chooses a free port. The socket is opened
-    before the server starts, because the addresses that the coordinator announces contain that port.
+    `option` is the command-line option of the address, for messages. The wildcard `::` also takes IPv4 connections.
+    With port 0 the system chooses a free port. The socket is opened before the server starts, because the addresses
+    that the coordinator announces contain that port. Log a warning if no other machine can reach the socket, because
+    this machine has only IPv6 addresses.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if family == socket.AF_INET6:
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != ANY_ADDRESS)
     try:
         listener.bind((host, port))
     except OSError as error:
@@ -56,6 +65,9 @@ def open_listener(host: str, port: int, option: str = "--listen") -> socket.sock
         raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}{advice}") from None
     listener.listen(1024)
     listener.setblocking(False)
+    if host == ANY_IPV4 and not _list_dialable(host) and (others := list_addresses()):
+        remedy = f"set {option} to [::]:{port}"
+        log.warning("no other machine can reach an IPv4 port of this machine", addresses=others, remedy=remedy)
     return listener
 
 
@@ -64,23 +76,29 @@ def get_reachable_host(host: str) -> str:
 
     For a wildcard that is the best address of this machine in its network, or 127.0.0.1 if it has none.
     """
-    if host not in ("0.0.0.0", "::"):  # noqa: S104
+    if host not in (ANY_IPV4, ANY_ADDRESS):
         return f"[{host}]" if ":" in host else host
-    best = next(iter(list_addresses()), "127.0.0.1")
+    best = next(iter(_list_dialable(host)), "127.0.0.1")
     return f"[{best}]" if ipaddress.ip_address(best).version == 6 else best
 
 
 def get_local_host(host: str) -> str:
     """Return the host part of a URL with which this machine reaches a listening address; loopback for a wildcard."""
-    own = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    own = {ANY_IPV4: "127.0.0.1", ANY_ADDRESS: "::1"}.get(host, host)
     return f"[{own}]" if ":" in own else own
 
 
 def list_cluster_addresses(host: str, port: int) -> tuple[str, ...]:
     """Return every HOST:PORT at which nodes may reach a listening address.
 
-    For a wildcard, these are all addresses of this machine in its networks, or none without a network.
+    For a wildcard, these are the addresses of this machine in its networks that the wildcard includes, or none without
+    a network.
     """
-    if host not in ("0.0.0.0", "::"):  # noqa: S104
+    if host not in (ANY_IPV4, ANY_ADDRESS):
         return (f"{get_reachable_host(host)}:{port}",)
-    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in list_addresses())
+    return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in _list_dialable(host))
+
+
+def _list_dialable(wildcard: str) -> list[str]:
+    """Return the addresses of this machine at which a socket of a wildcard is reached, best first."""
+    return [address for address in list_addresses() if wildcard == ANY_ADDRESS or ":" not in address]

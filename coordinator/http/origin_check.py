@@ -1,7 +1,8 @@
 """Outermost layer of the HTTP port: refuses unknown hosts and cross-site requests of browsers.
 
 A page in a user's browser can send requests here (DNS rebinding, cross-site posts). IP literals cannot be rebound, and
-pass. Names must be known. A request that changes state must not come from another site.
+pass. Names must be known. A request that can change state must not come from a page of another site, except on the
+routes that `cross_origin` opens to listed origins.
 """
 
 import ipaddress

@@ -12,7 +12,7 @@ is trusted before its token or code is verified. After that, only its key, a val
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
 refused, unless the key of that member signed it. There are two other exceptions while that member is not linked. A
 person approved the code, shown as a replacement; or the token was created for a replacement (`JoinTokens.may_replace`).
-After `cluster node remove`, the machine enrols as a new node, which takes the place of the removed one in wishes for
+After `cluster node remove`, the machine enrolls as a new node, which takes the place of the removed one in wishes for
 models.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
@@ -63,7 +63,7 @@ NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class EnrollmentContext:
-    """Cluster for which nodes enrol, with the services that enrolment needs."""
+    """Cluster for which nodes enroll, with the services that enrollment needs."""
 
     name: str
     authority: ClusterCa
@@ -79,14 +79,14 @@ class EnrollmentContext:
 
 
 class EnrollmentServer:
-    """Entry point for enrolments, with a rate limit per address."""
+    """Entry point for enrollments, with a rate limit per address."""
 
     def __init__(self, cluster: EnrollmentContext, limit: RateLimit | None = None) -> None:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
-        """Begin an enrolment of a peer at `address` (without port). Return `Denied` above the rate limit.
+        """Begin the enrollment of a peer at `address` (without port). Return `Denied` above the rate limit.
 
         `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
         deadline.
@@ -105,7 +105,7 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
+    """Enrollment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
 
     `wake` is called when `poll` has frames to send before the deadline. `feed`, `process_frame` and `poll` raise
     `StoreError` after a failed write.
@@ -124,12 +124,13 @@ class EnrollmentConnection:
         self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
-        """Monotonic time at which `poll` is due."""
+        """Monotonic time in seconds at which `poll` is due."""
         self.closed = False
         """Whether the caller must close the connection after it has sent the frames of the last call."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame.
+        """Process bytes that the peer sent before `now` (monotonic seconds), and return the frames to send. Invalid
+        bytes lead to a `Denied` frame.
 
         Discard the bytes and return no frames once `closed` is set.
         """
@@ -151,7 +152,8 @@ class EnrollmentConnection:
         return answers
 
     def process_frame(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame.
+        """Process one frame from the peer at `now` (monotonic seconds), and return the frames to send. An invalid frame
+        leads to a `Denied` frame.
 
         Return no frames once `closed` is set, and the frames of `poll` after the deadline.
         """
@@ -168,8 +170,11 @@ class EnrollmentConnection:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames to send after the deadline, a decision, or the loss of the place in the queue; else
-        none."""
+        """Return the frames to send at `now` (monotonic seconds) after the deadline, a decision, or the loss of the
+        place in the queue.
+
+        Return no frames otherwise, and once `closed` is set.
+        """
         decision = self._approval.decision if self._approval else None
         if self.closed:
             return []
@@ -192,7 +197,7 @@ class EnrollmentConnection:
         return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
     def withdraw(self) -> None:
-        """End the enrolment without a result, and withdraw a pending approval."""
+        """End the enrollment without a result, and withdraw a pending approval."""
         self.closed = True
         if self._approval:
             self._cluster.approvals.withdraw(self._approval)

@@ -2,12 +2,12 @@
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
 codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a
-waiting one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. An
-approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
+waiting one. Two waiting nodes never share a code. After `MAX_WRONG_CODES` wrong codes in a row, decisions are locked
+for `LOCK_SECONDS`. An approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
 
-One address cannot exclude another, because each address has a small part of both limits. The queue may be full when a
-node arrives from an address with fewer requests. Then the oldest request of the address with the most requests is
-removed. A machine with a token does not wait here.
+One address alone cannot exclude another, because each address has a small part of both limits. The queue may be full
+when a node arrives from an address with fewer requests. Then the oldest request of the address with the most requests
+is removed. A machine with a token does not wait here.
 """
 
 import hmac
@@ -22,9 +22,9 @@ from wire.report import Hardware
 APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds after which a join request without an approval or rejection expires."""
 MAX_WAITING = 16
-"""Maximum waiting requests of all addresses together."""
+"""Maximum waiting join requests of all addresses together."""
 MAX_WAITING_PER_ADDRESS = 4
-"""Maximum waiting requests of one address."""
+"""Maximum waiting join requests of one address."""
 MAX_NEW_CODES = 256
 """Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. The chance that one matches a given code is 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
@@ -50,13 +50,13 @@ class WaitingNode:
     """Description of a node that waits for approval, as shown to a person."""
 
     code: str
-    """Code on the node's screen."""
+    """Short code that the node's screen shows, by which a person recognizes the node."""
     name: str
     machine: str
     hardware: Hardware
     address: str
     expires: float
-    """End of the wait, in monotonic seconds."""
+    """End of the wait for an approval, in monotonic seconds."""
     replaces: str = ""
     """Name of the member with the same machine id. Approval ends that member's certificate. Empty if there is none."""
 
@@ -93,7 +93,8 @@ class DecidedApproval:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """Result of a decision with a code that no waiting node has. `tries_left` wrong codes are left until the lock."""
+    """Result of a decision with a code that no waiting node has. `tries_left` is the number of further wrong codes
+    until all decisions are blocked."""
 
     tries_left: int
 
@@ -170,12 +171,12 @@ class ApprovalQueue:
             del self._requests[request.waiting.code]
 
     def list_waiting(self, now: float) -> list[WaitingNode]:
-        """Return the nodes that wait at `now`, oldest first."""
+        """Return the nodes that wait at `now` (monotonic seconds), oldest first."""
         self._delete_expired(now)
         return [request.waiting for request in self._requests.values()]
 
     def approve(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
-        """Approve the node with this code. A wrong code counts towards the lock.
+        """Approve the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
         Return the decision, or that the code is wrong, or that decisions are locked. The code of an approval within
         `REPEAT_SECONDS` is not wrong: return that decision again.
@@ -183,7 +184,7 @@ class ApprovalQueue:
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
-        """Reject the node with this code. A wrong code counts towards the lock.
+        """Reject the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
         Return the decision, or that the code is wrong, or that decisions are locked.
         """

@@ -1,8 +1,9 @@
-"""Join tokens: created by a person, redeemed by a node that proves the secret without sending it.
+"""Join tokens: each is redeemed by a node that proves the secret without sending it.
 
 A peer that proved the secret receives `token_expired`, `token_used`, or `token_unknown` for a revoked token. Any other
 peer receives `token_wrong`, or `token_unknown` for an unknown id. The log has the real reason, with the token's id
-only. Check and countdown are one call on the loop that owns the store, which prevents a second use.
+only. Check and countdown are one call on the loop that owns the store, so that a token is not used more often than it
+allows.
 """
 
 import hmac
@@ -86,11 +87,12 @@ class JoinTokens:
     def create(
         self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
     ) -> JoinToken:
-        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if one of them is not positive.
+        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if `ttl` or `uses` is not
+        positive.
 
-        `name` is shown in the list of tokens. With `replaces`, the machine of a member may join again in that member's
-        place without the member's key, until this process ends. Delete the tokens that expired more than
-        `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
+        `name` is shown in the list of tokens. With `replaces`, the machine of an unlinked member may join again in the
+        member's place without the member's key. This permission ends with the process. Delete the tokens that expired
+        more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")

@@ -15,7 +15,7 @@ from router.placement.cluster_view import NodeView
 from wire.report import Model
 
 ENGINE_STATES = ("starting", "ready", "hung", "restarting", "failed")
-"""Label values of the engine's state; another state becomes `OTHER`."""
+"""Label values of the engine's state; another state becomes `families.OTHER`."""
 MODEL_STATES = ("loaded", "loading", "known", "failed")
 """Label values of the states of a model."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER

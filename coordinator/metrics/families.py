@@ -19,7 +19,7 @@ from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
 MAX_MODELS_PER_NODE = 32
-"""Maximum models of a node with their own series, until the coordinator restarts. Also the maximum models in
+"""Maximum models of a node that get their own series until the coordinator restarts. Also the maximum models in
 `cluster_model_fingerprints`."""
 OTHER = "other"
 """Label value for every value outside a closed set."""

@@ -18,9 +18,9 @@ from coordinator.metrics.node_snapshot import NodeSnapshot
 from wire.histogram import NodeMeasures
 
 KINDS = ("mlx", "scripted")
-"""Kinds of engines, as label values; another kind becomes `OTHER`."""
+"""Kinds of engines, as label values; another kind becomes `families.OTHER`."""
 TIERS = ("safe", "balanced", "aggressive")
-"""Memory tiers, as label values; another tier becomes `OTHER`."""
+"""Memory tiers, as label values; another tier becomes `families.OTHER`."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 
 

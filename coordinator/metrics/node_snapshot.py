@@ -21,9 +21,9 @@ class NodeSnapshot:
 
     view: NodeView
     reported_at: float
-    """Arrival of the report."""
+    """Arrival of the node's newest report, in Unix seconds."""
     wall: float
-    """Current time."""
+    """Current time in Unix seconds."""
     host: tuple[str, str, str] = ("", "", "")
     """Chip, operating system and version of Macpool."""
     models: tuple[Model, ...] = ()

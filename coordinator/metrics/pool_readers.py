@@ -28,5 +28,5 @@ def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Ca
 
 
 def read_by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
-    """Return a reader with a row for each model of the counters."""
+    """Return a reader with a row for each model in `PoolSnapshot.counters`."""
     return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]

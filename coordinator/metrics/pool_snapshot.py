@@ -18,11 +18,11 @@ class ProcessMetrics:
     """Start of the process, in Unix seconds."""
     cpu_seconds: float
     peak_bytes: int
-    """Peak of resident memory, in bytes."""
+    """Highest resident memory of the process since its start, in bytes."""
     open_files: int
-    """Number of open files and connections."""
+    """Number of open file descriptors of the process."""
     max_files: int
-    """Limit of open files."""
+    """Maximum number of open file descriptors of the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class LinkCounts:
     linked: int
     """Links established since the start of the coordinator."""
     denied: int
-    """Greetings (`Hello`) denied since the start."""
+    """Greetings (`Hello`) denied since the start of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +44,9 @@ class PoolSnapshot:
     """Metrics of the coordinator at one moment."""
 
     version: str
-    """Version of Macpool."""
+    """Version of Macpool that the coordinator runs."""
     python: str
-    """Version of Python."""
+    """Version of Python that the coordinator runs on."""
     wall: float
     """Current time in Unix seconds."""
     now: float
@@ -57,7 +57,7 @@ class PoolSnapshot:
     self_suspect: bool
     """Whether the coordinator suspects its own network (`Membership.self_suspect`)."""
     unwritten: int
-    """Changes of the state that could not be written (`Database.count_unwritten`)."""
+    """Changes of the state that wait for the disk; 1 after writing has ended (`Database.count_unwritten`)."""
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""
@@ -66,19 +66,19 @@ class PoolSnapshot:
     unacknowledged: Mapping[NodeId, int]
     """Bytes by node that are reserved and not in the node's report yet."""
     leaks: int
-    """Number of reservations without a request."""
+    """Number of reservations and holds that belong to no request (`Dispatcher.count_leaks`)."""
     barred: frozenset[NodeId]
-    """Nodes whose circuit breaker is open."""
+    """Nodes whose circuit breaker is open, or is half open with a running probe."""
     opened_breakers: int
-    """Number of times that a circuit breaker opened."""
+    """Number of times that a circuit breaker opened since the start of the coordinator."""
     waiting: int
-    """Number of queued requests."""
+    """Number of requests in the queue."""
     queue_limit: int
-    """Maximum number of queued requests."""
+    """Maximum number of requests in the queue."""
     oldest_wait_seconds: float
-    """Waiting time of the oldest queued request; 0 if the queue is empty."""
+    """Seconds for which the oldest queued request has waited; 0 if the queue is empty."""
     keys_refused: int
-    """Number of requests with an unknown or expired API key."""
+    """Number of requests with an unknown, wrong or expired API key (`KeyRing.refused`)."""
     certificates: Mapping[str, tuple[float, float]]
     """Validity of the coordinator's certificates, by name: issued and expires, in Unix seconds."""
     node_certificates: Mapping[NodeId, tuple[float, float]]

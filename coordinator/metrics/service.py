@@ -50,7 +50,7 @@ class MetricsService:
 
     `read_validities` reads the validity of certificates by name. `get_conditions` returns for each alert rule whether
     its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` the metrics of
-    wishes. `count_unwritten` returns the number of changes of the state that could not be written.
+    wishes. `count_unwritten` returns the number of changes that wait for the disk (`Database.count_unwritten`).
     """
 
     def __init__(

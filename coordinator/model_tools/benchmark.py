@@ -32,7 +32,7 @@ ANSWER_TOKENS = 128
 WARM_UP_TOKENS = 16
 """Prompt tokens of the request that loads the model before the measurement."""
 TOKEN_IDS = range(32, 480)
-"""Token ids of the prompts: within every vocabulary, and beyond the control tokens at the start of most of them."""
+"""Token ids of the prompts. Most vocabularies have them, after their control tokens."""
 MIN_GENERATED_TOKENS = 8
 """Minimum average of generated tokens per request for which the speed of decode is computed."""
 BENCHMARK_KEY = "benchmark"

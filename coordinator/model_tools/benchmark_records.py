@@ -46,9 +46,9 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Identity of the model version, from digests of its files; empty if they were not hashed."""
     chip: str = ""
     system: str = ""
-    """Operating system with its version."""
+    """Operating system of the node, with its version."""
     software: str = ""
-    """Version of Macpool, which pins the version of MLX."""
+    """Version of Macpool on the node, which determines the version of MLX."""
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int

@@ -54,7 +54,7 @@ class QuantizationRecord:
     actor: str = ""
     """Actor that started the quantization, as `AuditRow.actor`."""
     ended: float | None = None
-    """Time of the end; None while the quantization runs."""
+    """Unix time in seconds of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
     phase: str = ""
     """Phase of the order, as reported by the node; empty before the first report."""
@@ -63,17 +63,17 @@ class QuantizationRecord:
     total: int = 0
     """Bytes of quantized weights at the end; 0 if unknown."""
     speed: float = 0.0
-    """Bytes per second, as reported by the node."""
+    """Bytes of quantized weights per second, as reported by the node; 0 if unknown."""
     code: str = ""
     """`ModelOrderCode` of the end; empty while the quantization runs."""
     message: str = ""
-    """Reason of a failure, for a person."""
+    """Reason of a failure, for a person; empty unless the quantization failed."""
     stored: int = 0
-    """Bytes of the weights of the quantized model."""
+    """Bytes of the weights of the quantized model; 0 unless the quantization succeeded."""
     peak: int = 0
-    """Maximum memory footprint of the process that quantized; 0 if unknown."""
+    """Maximum memory footprint, in bytes, of the process that quantized; 0 if unknown."""
     is_linked: bool = True
-    """Whether the node is linked."""
+    """Whether the node has a link now."""
 
     def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
         """Return the quantization as a row of the API. `get_name` returns the display name of a node."""

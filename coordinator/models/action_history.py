@@ -1,6 +1,7 @@
 """History of the reconciler's own actions: running actions, swaps, failures, and the use of models. Pure.
 
-`step` applies one event. The events of a node alternate: an action begins, and it ends. Invariants
+A round is one evaluation of all wishes by the reconciler. `step` applies one event. The events of a node alternate: an
+action begins, and it ends. Invariants
 
 - A node has at most one running action.
 - The swap of a node ends with the load of the model that needed the memory, loaded or refused.
@@ -28,9 +29,9 @@ class Swap(msgspec.Struct, frozen=True):
     """Last swap of a node: models that were unloaded for another model, and the load of that model."""
 
     model: str
-    """Model that needed the memory."""
+    """Model that needed the memory of the unloaded models."""
     cost_seconds: float
-    """Expected seconds to load the model and the unloaded ones again, and at least `MIN_SWAP_SECONDS`."""
+    """Expected seconds to load `model`, and later the unloaded models again; at least `MIN_SWAP_SECONDS`."""
     ended: bool
     """Whether the load of `model` has ended, successfully or not."""
     at: float
@@ -47,7 +48,7 @@ class NodeHistory(msgspec.Struct, frozen=True):
     done: WishAction | None = None
     """Action that ended last, if it succeeded; else None."""
     swap: Swap | None = None
-    """Last swap; None before the first."""
+    """Newest swap on the node; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):
@@ -61,9 +62,9 @@ class ActionFailure(msgspec.Struct, frozen=True):
     A load that was refused for memory is tried earlier if the headroom of the node has grown.
     """
     why: str
-    """Text of the last refusal or failure."""
+    """Text of the newest refusal or failure."""
     headroom: int | None = None
-    """Headroom of the node in bytes if the last action was refused for memory; None after any other failure.
+    """Headroom of the node in bytes if the newest action was refused for memory; None after any other failure.
 
     For a load, it is the larger of the headrooms before the order and after the refusal.
     """

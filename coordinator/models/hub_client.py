@@ -27,7 +27,7 @@ class TokenFileError(Exception):
 
 
 class HubClient:
-    """Client of the hub with these settings. `program` is the command line of the child process of each query."""
+    """Client of the hub in `settings`. `program` is the command line of the child process of each query."""
 
     def __init__(
         self, settings: HubSettings, program: tuple[str, ...] = (sys.executable, "-P", "-m", "node.hub.query")

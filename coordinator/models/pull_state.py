@@ -1,7 +1,8 @@
 """State machine of a pull, as data: events in, actions out. `pull_controller` performs the actions. Pure.
 
 A pull brings the files of one manifest to several nodes. One node downloads from the hub. That node is also the mirror
-from which the remaining nodes get the files, during the download. If that node fails, another node takes its place.
+from which the remaining nodes get the files, during the download. If that node fails, another node takes its place. A
+node that cannot get the files from a mirror also downloads from the hub.
 
     waiting ─(order sent)─► pulling ─(completed)─► completed
        ▲                       ├─(source lost, rate limit, node lost)─► waiting

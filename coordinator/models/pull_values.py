@@ -34,33 +34,33 @@ class NodePull:
     order: int = 0
     """Number of the newest order; 0 before the first."""
     source: SourceKind = SourceKind.HUB
-    """Source of the newest order. `MIRROR` also if the node reports that another pull of the same files, to which the
-    order is attached, gets them from a mirror."""
+    """Source of the newest order. `SourceKind.MIRROR` also if the node reports that another pull of the same files, to
+    which the order is attached, gets them from a mirror."""
     is_linked: bool = False
     unlinked_at: float = 0.0
-    """Time at which the link was lost."""
+    """Time at which the link was last lost, in seconds of the controller's clock."""
     phase: str = ""
     """Phase that the node reported last for its newest order; empty before a report, and without an open order."""
     done: int = 0
-    """Bytes on the disk."""
+    """Bytes done in the phase, as the node last reported (`ModelOrderProgress.done`); after completion all bytes."""
     total: int = 0
     speed: float = 0.0
-    """Bytes per second."""
+    """Bytes per second, as the node last reported; 0 without an open order."""
     fetched: int = 0
     """Bytes received over the network, in all orders."""
     earlier: int = 0
     """Part of `fetched` that belongs to earlier orders."""
     retries: int = 0
-    """Retries since the last progress."""
+    """Number of retried orders since the last progress."""
     retry_at: float = 0.0
-    """Time before which no order is sent; 0 if an order may be sent now."""
+    """Time before which no order is sent, in seconds of the controller's clock; 0 if an order may be sent now."""
     rejects_mirror: bool = False
     """Whether a mirror sent wrong content to this node, or was lost too often. The node then gets the files from the
     hub."""
     code: str = ""
-    """Code of the newest end of an order."""
+    """Code of the newest ended order; empty before the first end."""
     message: str = ""
-    """Fault with the next step; empty without one."""
+    """Fault, for a person; empty without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class PullState:
     nodes: Mapping[NodeId, NodePull]
     """Pull on each node, by the id of the node."""
     next_order: int
-    """Number of the next order."""
+    """Number of the next order of this pull."""
     mirror: Mirror | None = None
     """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
@@ -187,7 +187,7 @@ class PullCancelled:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Event: a time of `find_deadline` has come."""
+    """Event: a time of `pull_state.find_deadline` has come."""
 
 
 Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
@@ -198,7 +198,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node. `mirror` is the source if `source` is `MIRROR`; None for the hub."""
+    """Action: send PullModel to a node. `mirror` is the source if `source` is `SourceKind.MIRROR`; None for the hub."""
 
     node: NodeId
     order: int

@@ -114,7 +114,10 @@ def _is_ready(wish: Wish, node: NodeView, pool: PoolState, history: ActionHistor
 
 
 def _is_coming(wish: Wish, node: NodeView, pool: PoolState, history: ActionHistory) -> bool:
-    """Return whether a node loads a replica."""
+    """Return whether a node loads a replica, by its report, or by an action that its report does not show yet.
+
+    The node must take requests, or, for such an action, be a node of `_is_returning`.
+    """
     model, action = node.models.get(wish.model), history.find_unreported(node)
     if isinstance(action, LoadWish) and action.model == wish.model:
         return _is_returning(node)
@@ -137,7 +140,7 @@ def _is_returning(node: NodeView) -> bool:
 
 
 def _is_idle(wish: Wish, pool: PoolState, history: ActionHistory) -> bool:
-    """Return whether the idle time of a wish has passed since the last request for its model."""
+    """Return whether the idle time of a wish has passed since it is known, and since the last request for its model."""
     since = max(history.wished_at.get(wish.model, pool.now), history.used_at.get(wish.model, history.started_at))
     return wish.idle_unload_seconds is not None and pool.now - since >= wish.idle_unload_seconds
 

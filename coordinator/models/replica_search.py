@@ -1,8 +1,9 @@
 """Search for the nodes that can load a wished model now, with the reason for every other node. Pure.
 
-The memory of a node is judged as for a request of one token (`router.placement.place.evaluate_node`), because a loaded
-model needs memory for requests. A node with too little headroom can unload models first. The headroom and the weights
-of these models must cover the need, as in a swap of the router.
+A round is one evaluation of all wishes by the reconciler. The memory of a node is judged as for a request of one token
+(`router.placement.place.evaluate_node`), because a loaded model needs memory for requests. A node with too little
+headroom can unload models first. The headroom and the weights of these models must cover the need, as in a swap of the
+router.
 """
 
 from enum import StrEnum
@@ -71,7 +72,8 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle, to follow the node's name. For `BACKOFF`: a refusal, which has the name already."""
+    """Details of the obstacle, to follow the node's name; may be empty. For `BACKOFF`: a refusal, which has the name
+    already."""
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
@@ -99,7 +101,11 @@ class NodeOption(msgspec.Struct, frozen=True):
 
 
 def may_hold(wish: Wish, node: NodeView) -> bool:
-    """Return whether the lists and labels of a wish allow a node that has not left. Without `allow` all are allowed."""
+    """Return whether a node may have a replica for a wish.
+
+    Return False if the node has left, or if the lists or labels of the wish exclude the node. An empty `allow` excludes
+    none.
+    """
     if node.state == NodeState.LEFT or node.id in wish.deny or (wish.allow and node.id not in wish.allow):
         return False
     return node.labels.issuperset(wish.labels)

@@ -1,4 +1,4 @@
-"""Text of a shortfall: the missing nodes or bytes of an unmet wish, and the next step. Pure."""
+"""Text of a shortfall: the actions for an unmet wish, and the missing nodes or bytes. Pure."""
 
 from coordinator.models.replica_search import NodeOption, Obstacle
 from coordinator.models.wishes import LoadWish, PoolState, WishState

@@ -24,7 +24,7 @@ class WishCounters:
     unloads: dict[tuple[str, ActionOutcome], int] = field(default_factory=dict[tuple[str, ActionOutcome], int])
 
     def count_end(self, action: WishAction, outcome: ActionOutcome) -> None:
-        """Count the end of an action."""
+        """Count an action that has ended, by its model and `outcome`."""
         counts = self.loads if isinstance(action, LoadWish) else self.unloads
         counts[action.model, outcome] = counts.get((action.model, outcome), 0) + 1
 
@@ -35,4 +35,4 @@ class WishSnapshot:
 
     counters: WishCounters = field(default_factory=WishCounters)
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
-    """Wanted and ready replicas by model."""
+    """Number of wanted and of ready replicas, by model."""

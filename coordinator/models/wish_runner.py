@@ -78,7 +78,7 @@ class WishRunner:
         return plan_actions(self._wishes.values(), pool, self._record_round(pool))
 
     def take_snapshot(self) -> WishSnapshot:
-        """Return the metrics of the wishes."""
+        """Return the counters of the wishes, and their wanted and ready replicas now."""
         states = self.build_plan().states if self._wishes else ()
         return WishSnapshot(self._counters, {state.wish.model: (state.wanted, len(state.ready)) for state in states})
 

@@ -26,7 +26,7 @@ class Wish(msgspec.Struct, frozen=True):
     model: str
     replicas: int = 1
     labels: tuple[str, ...] = ()
-    """Labels that a node needs for a replica."""
+    """Labels that a node must all have to get a replica."""
     allow: tuple[NodeId, ...] = ()
     """The only nodes that may load the model for this wish; empty allows all nodes."""
     deny: tuple[NodeId, ...] = ()
@@ -51,7 +51,7 @@ class LoadWish(msgspec.Struct, frozen=True):
     """Display name of the node."""
     model: str
     seconds: float = 0.0
-    """Expected duration of the load; 0 if unknown."""
+    """Expected seconds of the load; 0 if unknown."""
     headroom: int = 0
     """Headroom of the node in bytes, by the report on which the action is based."""
 
@@ -86,7 +86,7 @@ WishAction = LoadWish | UnloadWish
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """Reason why a wish is not met. `text` contains the missing nodes or bytes, and the next step."""
+    """Reason why a wish is not met. `text` names the actions under way, and the nodes or bytes that are missing."""
 
     model: str
     text: str
@@ -118,7 +118,7 @@ class PoolState(msgspec.Struct, frozen=True):
     ledger: ReservationLedger
     """Reservations and model swaps of the router."""
     now: float
-    """Monotonic seconds."""
+    """Current time in monotonic seconds."""
     in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
     """Models of the running requests, by node; not read, and empty, if there are no wishes."""
     requested: frozenset[str] = frozenset()

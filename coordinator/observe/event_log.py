@@ -1,4 +1,4 @@
-"""Event stream of the pool: the events of the coordinator's log, as server-sent events.
+"""Event stream of the pool: the events that the coordinator and the router log, as server-sent events.
 
 The newest events are in a ring; each reader has a bounded queue. A slow reader loses the oldest events and receives
 their number. A reader that reconnects sends its last event number and receives the events since then, as far as they
@@ -15,11 +15,11 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
-"""Maximum events in the ring."""
+"""Maximum number of stored events; the oldest one is removed first."""
 MAX_QUEUED_EVENTS = 200
 """Maximum queued events of one reader, or the number of events that the reader gets first if that is more."""
 MAX_READERS = 64
-"""Maximum concurrent readers."""
+"""Maximum number of concurrent readers of events."""
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a reader receives a comment."""
 STREAMED_LOGGERS = ("coordinator.", "router.")

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from wire.identity import NodeId
 
 INTERVAL_SECONDS = 10.0
-"""Seconds between two readings."""
+"""Seconds between two readings of the load."""
 MAX_POINTS = 360
-"""Number of points kept: one hour."""
+"""Number of points of each series: one hour. The oldest point is removed first."""
 MAX_NODES = 64
 """Maximum number of nodes with their own points, of 17 KB each."""
 UNKNOWN = math.nan
-"""Value of a gap."""
+"""Value of a point without a reading."""
 NODE_SERIES = (
     "prompt_tokens_per_second",
     "generated_tokens_per_second",
@@ -31,9 +31,9 @@ NODE_SERIES = (
     "cap_bytes",
     "ttft_seconds",
 )
-"""Series of a node."""
+"""Names of the series of a node."""
 POOL_SERIES = (*NODE_SERIES, "requests_per_second", "queued")
-"""Series of the pool."""
+"""Names of the series of the whole pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class NodeLoad:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_tokens: int = 0
-    """Requests that have received their first token."""
+    """Requests that have received their first token from the node."""
     first_token_seconds: float = 0.0
-    """Sum of the times to first token of these requests, in seconds."""
+    """Sum of the times to first token of the requests in `first_tokens`, in seconds."""
     in_flight: int = 0
-    """Requests on the node."""
+    """Number of requests on the node now."""
     memory: int | None = None
     """Current memory in bytes; None while the node is not linked or the pool does not use its memory."""
     cap: int | None = None
-    """Cap in bytes; None in the same cases as `memory`."""
+    """Cap in bytes; None while the node is not linked or the pool does not use its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class LoadReading:
     requests: int = 0
     """Total of ended requests since the coordinator started."""
     queued: int = 0
-    """Requests that wait for a node."""
+    """Number of requests that wait for a node now."""
 
 
 class _Ring:

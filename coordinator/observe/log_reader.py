@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 CHUNK_BYTES = 64 * 1024
-"""Maximum bytes of a yielded piece."""
+"""Maximum bytes of one piece that `read_log` yields."""
 MAX_LINE_BYTES = 1024 * 1024
 """Maximum bytes that are searched for the end of a truncated first line."""
 

@@ -25,11 +25,11 @@ class NodeFacts:
     version: str
     """Version of Macpool that the node runs; empty if unknown."""
     protocol: int
-    """Protocol number of the node; 0 if unknown."""
+    """Protocol version of the node; 0 if unknown."""
     in_flight: int
-    """Requests on the node, counted by the coordinator."""
+    """Number of requests on the node, counted by the coordinator."""
     reported_seconds_ago: float | None
-    """Seconds since the last report; None without one."""
+    """Seconds since the newest report; None without one."""
 
 
 def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:

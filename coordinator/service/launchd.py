@@ -157,7 +157,7 @@ def parse_own_job(content: bytes) -> dict[str, Any] | None:
 
 
 def parse_state(code: int, listing: str) -> ServiceState:
-    """Parse exit code and output of `launchctl print system/LABEL`. With another code than 0, no job is loaded."""
+    """Parse exit code and output of `launchctl print system/LABEL`. A code other than 0 means that no job is loaded."""
     if code != 0:
         return ServiceState()
     fields = dict(

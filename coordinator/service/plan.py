@@ -40,7 +40,7 @@ class ServicePlan:
     home: str
     """Home folder of `user`."""
     state: str
-    """State folder."""
+    """State folder of the coordinator or node that the service runs."""
     logs: str
     """Folder of the service's output under launchd."""
     arguments: tuple[str, ...] = ()

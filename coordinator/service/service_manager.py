@@ -32,7 +32,7 @@ TOOLS = {
 
 
 class ServiceError(Exception):
-    """An operation on the service failed. The text has the reason and the next step."""
+    """An operation on the service failed. The text has the reason, and the next step where one is known."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)

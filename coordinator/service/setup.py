@@ -39,9 +39,9 @@ class ExistingUnit:
     """Installed unit of the service (launchd or systemd), written by this program. All fields are empty without one."""
 
     text: str = ""
-    """Content of the file."""
+    """Content of the unit's file."""
     user: str = ""
-    """Account under which the unit runs the service."""
+    """Account under which the unit runs the service; empty if the unit names none."""
     program: tuple[str, ...] = ()
     """Arguments of the command line. With systemd: the text in the unit, split at whitespace, with its quotes."""
 
@@ -186,7 +186,7 @@ def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceStat
 
 
 def summarize_output(host: ServiceHost) -> str:
-    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if there is no such file."""
+    """Return the last `TAIL_CHARS` characters of the service's output under launchd; empty if it cannot be read."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:

@@ -48,6 +48,10 @@ HARDENING = {
 
 def render_unit(plan: ServicePlan) -> str:
     """Return the text of the systemd unit that runs the service of a plan."""
+    program = plan.program
+    if any(letter in plan.python for letter in "'\"\\"):  # systemd refuses these in the path of an executable
+        program = ("/usr/bin/env", *program)
+    command = " ".join(map(quote_word, program))
     pairs = (quote_word(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
     hardening = "".join(f"{name}={value}\n" for name, value in HARDENING.items())
@@ -63,7 +67,7 @@ Type=exec
 User={plan.user}
 Group={plan.group}
 WorkingDirectory={plan.home.replace("%", "%%")}
-ExecStart={" ".join(quote_word(word) for word in plan.program)}
+ExecStart={command}
 {variables}Restart=always
 RestartSec={THROTTLE_SECONDS}
 RestartPreventExitStatus={FINAL_EXIT_CODES}

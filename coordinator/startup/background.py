@@ -4,6 +4,7 @@ import asyncio
 import gc
 import hashlib
 import time
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -38,8 +39,10 @@ log = structlog.get_logger("coordinator.startup.background")
 
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates."""
-ADDRESS_CHECK_SECONDS = 5.0
-"""Seconds between two readings of the machine's addresses, which the certificate of the endpoint contains."""
+CHANGE_CHECK_SECONDS = 5.0
+"""Seconds between two checks whether the machine's addresses have changed, or its clock was set."""
+CLOCK_STEP_SECONDS = 60.0
+"""Seconds between the clock and the monotonic clock, compared with the last renewal, above which the clock was set."""
 USAGE_INTERVAL_SECONDS = 10.0
 """Seconds between two writes of usage to disk, each with a return of free memory to the system."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
@@ -136,21 +139,23 @@ async def start_local_node(
     return await node.wait_until_ready(cluster.nodes.registry, stop, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-async def renew_certificates(authority: ClusterCa, tls: EndpointTls) -> None:
+async def renew_certificates(authority: ClusterCa, tls: EndpointTls, wall: Callable[[], float] = time.time) -> None:
     """Renew due certificates, and load replaced files of the settings, at once and every `RENEWAL_INTERVAL_SECONDS`.
 
-    If the endpoint has its own authority, also renew within `ADDRESS_CHECK_SECONDS` of a change of this machine's
-    addresses. A failed renewal is logged. The loop ends when it is cancelled.
+    Also renew within `CHANGE_CHECK_SECONDS` after the clock was set, and, if the endpoint has its own authority, after
+    a change of this machine's addresses. A failed renewal is logged. The loop ends when it is cancelled. `wall` returns
+    Unix seconds.
     """
-    due, known = 0.0, list[str]()
+    due, known, known_offset = 0.0, list[str](), 0.0
     while True:
         now, addresses = time.monotonic(), list_addresses() if isinstance(tls, HttpsCa) else known
-        if now >= due or addresses != known:
-            due, known = now + RENEWAL_INTERVAL_SECONDS, addresses
+        offset = wall() - now
+        if now >= due or addresses != known or abs(offset - known_offset) > CLOCK_STEP_SECONDS:
+            due, known, known_offset = now + RENEWAL_INTERVAL_SECONDS, addresses, offset
             _renew_certificate(authority)
             if tls is not None:
                 _renew_certificate(tls)
-        await asyncio.sleep(ADDRESS_CHECK_SECONDS)
+        await asyncio.sleep(CHANGE_CHECK_SECONDS)
 
 
 def _renew_certificate(certificate: ClusterCa | HttpsCa | CertificateFiles) -> None:

@@ -43,7 +43,7 @@ class ClusterSide:
     operations: ModelOperations
     wishes: WishRunner
     port: int
-    """The cluster port."""
+    """TCP port of the cluster port, on which nodes link."""
 
 
 async def start_cluster(

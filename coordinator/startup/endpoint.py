@@ -134,7 +134,7 @@ async def serve_http(
 def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: AsyncExitStack) -> Forwarder | None:
     """Create the forwarder to the upstreams of the settings; None without upstreams. `stack` closes its connections.
 
-    Raise `SettingsError` for a key file that cannot be used.
+    Raise `SettingsError` for a file of a key or an authority that cannot be used.
     """
     if not settings.upstreams:
         return None
@@ -211,7 +211,7 @@ def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: A
 def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line as a JSON object.
 
-    `token` is a join token. `key` is the first API key, only if it was created now.
+    `token` is a join token. `key` is the first API key if this start has created it, else None.
     """
     tls, base_url, cluster_url = endpoint.tls, endpoint.address.build_url(), endpoint.cluster_address.build_url()
     answer: dict[str, Any] = {

@@ -21,11 +21,11 @@ class RunOptions:
     """Options of one run of the coordinator. Addresses are (host, port), with port 0 for any free port."""
 
     state: Path
-    """State folder."""
+    """State folder of the coordinator."""
     listen: tuple[str, int]
-    """Address of the endpoint."""
+    """Host and port of the endpoint."""
     cluster_listen: tuple[str, int]
-    """Address of the cluster port, for links of nodes."""
+    """Host and port of the cluster port, for links of nodes."""
     local_node: bool
     """Whether to start a node on this machine."""
     node_arguments: tuple[str, ...]

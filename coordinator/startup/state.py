@@ -28,7 +28,7 @@ class CoordinatorState:
     """Open and locked state folder of the coordinator, with the objects that use its files."""
 
     state: Path
-    """State folder."""
+    """State folder of the coordinator."""
     log_file: Path
     events: EventLog
     """Newest entries of the log, in memory."""

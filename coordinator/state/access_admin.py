@@ -47,7 +47,7 @@ def load_pepper(state: Path, keys: int) -> bytes:
 
 
 class NameReservedError(ValueError):
-    """The name is reserved for the owner of this machine in the audit log."""
+    """The name is reserved in the audit log (`LOCAL_KEY_NAME` and `PAGE_KEY_NAME`)."""
 
 
 class NameTakenError(ValueError):
@@ -59,8 +59,8 @@ class AccessAdmin:
     """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
     Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. Methods that
-    change the database raise `StoreError` while changes cannot be written. No key is then created or changed, because
-    its text would be lost. All other changes are in effect, and wait for the disk.
+    change the database raise `StoreError` while changes cannot be written. No key is then created or changed. All other
+    changes, such as a revocation, are in effect, and wait for the disk.
     """
 
     store: Database
@@ -83,7 +83,7 @@ class AccessAdmin:
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
 
-        Raise `ValueError` if one of them is not positive, `StoreError` after a failed write.
+        Raise `ValueError` if `uses` or `ttl` is not positive, `StoreError` after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 

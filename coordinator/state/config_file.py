@@ -31,9 +31,9 @@ class ConfigFault:
     key: str
     """Dotted name of the setting; empty for a fault of TOML syntax."""
     text: str
-    """Description of the fault."""
+    """Description of the fault, without the name of the setting."""
     near: str = ""
-    """Known key with a similar name, as a hint."""
+    """Known setting with a similar name, as a hint; empty without one."""
     meaning: str = ""
     """Description of the setting; empty if unknown."""
 

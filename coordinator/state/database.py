@@ -33,9 +33,9 @@ from host.private_files import create_private_folder
 class Database:
     """Database of a state folder, which is locked until `close`. Opening also finishes an interrupted restore.
 
-    The writer thread calls `on_death` if it cannot continue. Raise `StoreError` if the database cannot be opened, and
-    `StateLockedError` if another process uses the folder. Methods that change the state raise `StoreError` after a
-    failed write.
+    The writer thread calls `on_death` after an unexpected error, and then writes nothing more. Raise `StoreError` if
+    the database cannot be opened, and `StateLockedError` if another process uses the folder. Methods that change the
+    state raise `StoreError` after a failed write.
     """
 
     def __init__(self, folder: Path, on_death: Callable[[], object] = lambda: None) -> None:
@@ -100,11 +100,12 @@ class Database:
         self._writer.raise_failure()
 
     def count_unwritten(self) -> int:
-        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        """Return the number of changes that wait for the disk: 0 while changes are written, 1 if writing has ended."""
         return self._writer.count_unwritten()
 
     def close(self) -> None:
-        """Write pending changes, close the database and release the lock. Raise `StoreError` if a write failed."""
+        """Write pending changes, close the database and release the lock. Raise `StoreError` if changes remain
+        unwritten."""
         self._writer.close()
         self._lock.release()
         self._writer.raise_failure()

@@ -15,9 +15,10 @@ class ClusterMeta:
     cluster: str = ""
     """Id of the cluster; empty before the cluster is created."""
     name: str = ""
-    """Display name of the cluster."""
+    """Display name of the cluster; empty before the cluster is created."""
     epoch: int = 0
-    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
+    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `restore.RESERVED_EPOCHS`.
+    """
     generation: int = 0
     """Generation of the coordinator. Every restore of a backup raises it to at least the Unix time of the restore."""
 
@@ -28,16 +29,16 @@ class MemberRow:
 
     node: NodeId
     name: str
-    """Display name."""
+    """Display name of the node."""
     machine: str
-    """Id of the machine."""
+    """Id of the machine on which the node runs."""
     hardware: Hardware
     serial: str
     """Serial (hex) of the node's newest certificate."""
     joined: float
     cordoned: bool = False
     removed: float | None = None
-    """Time of the removal; None for a member."""
+    """Unix time in seconds of the removal; None for a member."""
     labels: tuple[str, ...] = ()
     video: bool = False
     """Whether an administrator allows video jobs on the node."""
@@ -64,12 +65,12 @@ class KeyRow:
     id: str
     name: str
     scopes: tuple[str, ...]
-    """Any of `infer`, `admin` and `metrics`."""
+    """Scopes of the key, each of them `infer`, `admin` or `metrics`."""
     digest: bytes
     """Digest of the key's text (`router.admission.api_keys.compute_digest`)."""
     created: float
     expires: float | None = None
-    """Time from which the key is not valid; None: never."""
+    """Unix time in seconds from which the key is not valid; None: never."""
     limits: KeyLimits | None = None
     """Limits of the key; None for no limits."""
 
@@ -91,7 +92,7 @@ class AuditRow:
 
     number: int
     at: float
-    """Time in Unix seconds."""
+    """Time of the action in Unix seconds."""
     actor: str
     """Id of a key; or `local`, `page`, `offline` or `node` (a node that joins)."""
     action: str

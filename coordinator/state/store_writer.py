@@ -26,8 +26,8 @@ class StoreWriter:
     """Writer of changes to a database, on a thread of its own.
 
     If the disk does not take a change, that change and all later ones wait in their order, and are tried again every
-    `RETRY_SECONDS`. A change that the database can never take ends the writing. The thread calls `on_death` after any
-    other error, and does no further writes.
+    `RETRY_SECONDS`. Writing ends after a change that the database can never take, and above `MAX_UNWRITTEN` waiting
+    changes. After any other error, the thread calls `on_death` and writes nothing more.
     """
 
     def __init__(self, connection: sqlite3.Connection, on_death: Callable[[], object]) -> None:
@@ -81,7 +81,7 @@ class StoreWriter:
             raise self._failure
 
     def count_unwritten(self) -> int:
-        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        """Return the number of changes that wait for the disk: 0 while changes are written, 1 if writing has ended."""
         return 0 if self._failure is None else max(1, len(self._unwritten))
 
     def _write_changes(self) -> None:

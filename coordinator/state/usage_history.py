@@ -59,7 +59,7 @@ class UsageHistory:
     def prepare_sum(
         self, key: str | None = None, since: str = "", *, daily: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the result of `sum` over the rows that exist now.
+        """Return a function that returns the result of `sum`, with the same arguments, over the rows that exist now.
 
         The function may run in any thread: a year of many keys takes more than a second. Usage that is added to these
         rows before the function runs is included.

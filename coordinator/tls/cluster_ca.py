@@ -49,7 +49,7 @@ _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
 
 class AuthorityError(Exception):
-    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the next step."""
+    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the fault."""
 
 
 class CertificateRequestError(ValueError):
@@ -172,11 +172,17 @@ class ClusterCa:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
 
         Issue one as well if the current one is from the future, because the clock was set back: nodes would refuse it.
-        New connections use the new certificate. Return whether a certificate was issued. Raise `AuthorityError` if the
-        current certificate cannot be read, and `OSError` if the new one cannot be written.
+        New connections use the new certificate. Return whether a certificate was issued. Log a warning if the clock is
+        before the issue of the CA's certificate. Raise `AuthorityError` if the current certificate cannot be read, and
+        `OSError` if the new one cannot be written.
         """
-        own = read_certificate(self._read_own_certificate())
-        if own.issued <= self._clock() < own.renew_from:
+        own, now, created = read_certificate(self._read_own_certificate()), self._clock(), self.ca_validity[0]
+        if now < created - BACKDATED_SECONDS:
+            date, day = (f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}" for at in (now, created))
+            log.warning(
+                "no node can link: correct the clock, it is before the cluster's creation", date=date, created=day
+            )
+        if own.issued <= now < own.renew_from:
             return False
         self._issue_own_certificate()
         self._context.load_cert_chain(self._own)

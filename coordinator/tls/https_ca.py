@@ -168,7 +168,10 @@ class HttpsCa:
         return tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, local_names)}))
 
     def _load_authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        """Read the authority, or create one. If the permitted names changed, create a new key."""
+        """Read the authority, or create one. If the permitted names changed, create one with a new key.
+
+        An authority with the same names that also constrains addresses is issued again with its key.
+        """
         names = [x509.DNSName("localhost"), x509.DNSName(LOCAL_DOMAIN)]
         names += [general for general in map(_build_general_name, self._hosts) if isinstance(general, x509.DNSName)]
         if file.exists():

@@ -21,9 +21,8 @@ EndpointTls = HttpsCa | CertificateFiles | None
 def create_https_tls(http: HttpSettings, listen: str, state: Path) -> EndpointTls:
     """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
-    Log a warning for plain HTTP beyond loopback. Raise `AuthorityError` if the settings contradict each other or admit
-    anonymous clients of other machines, or a file cannot be used. Raise `OSError` if a file of the `HttpsCa` cannot be
-    written.
+    Log a warning for plain HTTP beyond loopback. Raise `AuthorityError` as `check_http_settings` does, and if a file of
+    the `HttpsCa` is damaged. Raise `OSError` if a file of the `HttpsCa` cannot be written.
     """
     check_http_settings(http, listen)
     if http.tls_cert_file:

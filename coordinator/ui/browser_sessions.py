@@ -20,7 +20,7 @@ CODE_SECONDS = 120.0
 KEY_SECONDS = 12 * 3600.0
 """Validity of a browser key, in seconds."""
 MAX_CODES, MAX_KEYS = 16, 64
-"""Maximum of unused codes, and of browser keys. The oldest is removed for a new one."""
+"""Maximum numbers of unused sign-in codes, and of browser keys. Beyond the maximum, the oldest is removed."""
 
 
 class BrowserSessions:

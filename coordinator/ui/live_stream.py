@@ -17,7 +17,7 @@ POLL_INTERVAL_SECONDS = 0.5
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a comment is sent, because proxies and the page check that the connection works."""
 MAX_VIEWERS = 32
-"""Maximum concurrent streams."""
+"""Maximum number of concurrent streams to open pages."""
 
 
 class LiveStream:

@@ -49,7 +49,7 @@ It raises LookupError if the node is not linked or cannot answer, TimeoutError i
 
 
 class FetchInterrupted(Exception):
-    """Raised when a node does not answer now. The node still has the files, and a later fetch may succeed."""
+    """Raised when a node does not answer now, or does not have a file now. A later fetch may succeed."""
 
 
 class ArtifactFolder:
@@ -65,7 +65,7 @@ class ArtifactFolder:
     async def fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Fetch the files of a job from its node and store them.
 
-        Files after the first `MAX_FILES`, with unusable names or without content are left out. Return the fault if
+        Files after the first `MAX_FILES`, files with unusable names and empty files are left out. Return the fault if
         files are invalid or cannot be stored; files already stored are then removed. Raise `FetchInterrupted` if the
         node does not answer now, and `ValueError` for an invalid job id.
         """
@@ -161,7 +161,8 @@ class ArtifactFolder:
 
 
 def compute_max_bytes(job: VideoJob, kind: str) -> int:
-    """Return the maximum bytes of a job's file of a kind: its frames without compression, and `SLACK_BYTES`."""
+    """Return the maximum bytes of a job's file of a kind: its frames without compression, one for a thumbnail, and
+    `SLACK_BYTES`."""
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 

@@ -121,11 +121,12 @@ class VideoController:
         return None
 
     async def submit_job(self, wanted: RequestedClip, key: str, idempotency: str = "", digest: str = "") -> VideoJob:
-        """Enqueue a job of the API key `key` (id), and return it after it is on disk.
+        """Enqueue a job of an API key (`VideoJob.key`), and return the job after it is on disk.
 
-        `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty.
-        Raise `StoreError` if the job cannot be stored; the job is deleted then. A failed write of a later state of the
-        job is no error here, because a restart queues the stored job again.
+        `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty. If
+        the caller is cancelled meanwhile, the job remains. Raise `StoreError` if the job cannot be stored; the job is
+        deleted then. A failed write of a later state of the job is no error here, because a restart queues the stored
+        job again.
         """
         self.records.raise_failure()
         self._sequence += 1

@@ -49,7 +49,7 @@ class JobFiles:
         task.add_done_callback(self._removing.discard)
 
     async def close(self) -> None:
-        """Cancel all fetches and removals."""
+        """Cancel all fetches and removals, and wait for their end."""
         tasks = [*self._fetching.values(), *self._removing]
         for task in tasks:
             task.cancel()

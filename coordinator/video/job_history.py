@@ -11,7 +11,7 @@ log = structlog.get_logger("coordinator.video")
 
 
 class JobHistory:
-    """Counters of video jobs, for metrics. `wall` returns Unix seconds."""
+    """Counters of video jobs, for metrics, and writer of log entries about them. `wall` returns Unix seconds."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall

@@ -67,7 +67,7 @@ class JobRecords:
         self._store.raise_failure()
 
     def count_unwritten(self) -> int:
-        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        """Return the number of changes that wait for the disk: 0 while changes are written, 1 if writing has ended."""
         return self._store.count_unwritten()
 
     def flush(self) -> asyncio.Future[None]:

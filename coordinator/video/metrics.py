@@ -16,7 +16,7 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """Upper bounds of the buckets of `VideoCounters.confirm_seconds`, in seconds."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
-"""Ends of jobs, as a label of metrics."""
+"""Values of the metrics label for the end of a job."""
 REASONS = (
     frozenset[str](LeaseEndCode) - {LeaseEndCode.COMPLETED}
     | frozenset[str](JobFaultCode) - {JobFaultCode.CANCELLED}
@@ -82,7 +82,7 @@ class VideoSnapshot:
     stored_bytes: int = 0
     """Size of all stored files, in bytes."""
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
-    """Completed share (0 to 1) of the job on each node."""
+    """Completed share (0 to 1) of the running job, by its node."""
     used: bool = False
     """Whether a node offers video models, or there is or was a job."""
 

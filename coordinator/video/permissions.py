@@ -1,4 +1,4 @@
-"""Permissions for video jobs as nodes know them: sent once over each link, and after each change."""
+"""Permissions for video jobs as nodes know them: sent to a node that reports another one, once over each link."""
 
 from collections.abc import Callable
 

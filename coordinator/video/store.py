@@ -1,6 +1,6 @@
 """Persistent state of video jobs and measured profiles.
 
-A separate database next to the cluster's, created with the first job. As in the cluster's database, all data is in
+A separate database next to the cluster's, created at the first change. As in the cluster's database, all data is in
 memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
 returns after all changes so far are on disk. A job is confirmed to its client only after that. Changes that the disk
 does not take wait (`StoreWriter`).
@@ -110,7 +110,7 @@ class VideoStore:
             self._writer.raise_failure()
 
     def count_unwritten(self) -> int:
-        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        """Return the number of changes that wait for the disk: 0 while changes are written, 1 if writing has ended."""
         return 0 if self._writer is None else self._writer.count_unwritten()
 
     def close(self) -> None:

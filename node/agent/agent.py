@@ -86,8 +86,8 @@ class AgentParts:
 class Agent:
     """Agent of this node: handles the frames of the coordinator, and starts and stops the links.
 
-    `version` is the installed version of Macpool. While this node is linked and its engine is ready,
-    `on_ready(address)` is called after each change of them. The address (`host:port`) is the coordinator's.
+    `version` is the installed version of Macpool. `on_ready(address)` is called after each change of the link or the
+    engine while this node is linked and its engine is ready. The address (`host:port`) is the coordinator's.
     `link_timeouts` are the timeouts of the links. Raise `OSError` or `ValueError` if the certificate or the CA of the
     identity cannot be used.
     """

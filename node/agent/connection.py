@@ -6,12 +6,20 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+import structlog
+
+from node.agent.enrollment import explain_unreachable
 from node.agent.identity import proves_coordinator
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES
 from wire.link.endpoint import LinkEndpoint
 
 DIAL_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the TLS handshake. TCP connection and handshake together have twice as long."""
+
+UNREACHED_ROUNDS = 3
+"""Failed rounds of dialing, about 10 s, after which a warning names the cause."""
+
+log = structlog.get_logger("node.agent.agent")
 
 
 class NotTheCoordinator(ConnectionError):
@@ -95,3 +103,23 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], Coor
     link = cast("CoordinatorLink", protocol)
     link.verify()
     return link
+
+
+class DialFailures:
+    """Failed rounds of dialing since the last link, with the cause of the last one. One warning is logged."""
+
+    def __init__(self) -> None:
+        self._rounds = 0
+        self._last: dict[str, str] = {"error": "no address of the coordinator is known, and Bonjour found none"}
+
+    def record(self, address: str, error: Exception) -> None:
+        """Log that an address (`host:port`) was not reached."""
+        reason = getattr(error, "verify_message", "") or str(error) or type(error).__name__
+        self._last = {"address": address, "error": f"{reason}{explain_unreachable(error)}"}
+        log.info("dial failed", **self._last)
+
+    def end_round(self) -> None:
+        """Count a round in which no address was reached. Log a warning after `UNREACHED_ROUNDS` rounds."""
+        self._rounds += 1
+        if self._rounds == UNREACHED_ROUNDS:
+            log.warning("coordinator not reached, dialing continues", **self._last)

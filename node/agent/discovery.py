@@ -1,7 +1,7 @@
 """Find coordinators, and Macs that have not joined, on the LAN by Bonjour.
 
 A record is an untrusted hint. Its texts are made printable, and its addresses are only candidates. A coordinator is
-trusted only when its certificate proves its role. A zeroconf failure is logged once and handled like an empty LAN.
+trusted only when its certificate proves its role. A zeroconf failure is logged and handled like an empty LAN.
 Joining by URL never needs multicast.
 """
 
@@ -69,11 +69,12 @@ class DiscoveredService:
 async def find_services(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
-    """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record.
+    """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record. Return the
+    services sorted by name; none if multicast is not possible.
 
     `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
     cluster. `interfaces` are the addresses of this machine to search from; None for all. The search uses IPv6 addresses
-    only if all are. The list is also empty if multicast is not possible. The services are sorted by name.
+    only if all are.
     """
     where = list(interfaces) if interfaces is not None else list_addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]

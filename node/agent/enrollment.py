@@ -1,6 +1,6 @@
 """Node's side of enrollment: how a machine becomes a node. Counterpart: `coordinator.joining.enrollment`.
 
-Enrollment takes two connections. The first trusts no certificate and only fetches the CA, which is compared with the
+Enrollment takes two connections. The first accepts any certificate and only fetches the CA, which is compared with the
 token's pin. The second verifies the coordinator with that CA and carries the certificate request. Without a token there
 is no pin. Both screens then show a code derived from the CA, the request and both nonces, and a person compares it. The
 node commits to its nonce and its request before it receives the coordinator's nonce.
@@ -14,6 +14,7 @@ import re
 import secrets
 import ssl
 import sys
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -39,6 +40,7 @@ from node.agent.identity import (
     store_identity,
 )
 from node.agent.machine_id import compute_machine_id
+from wire.certificate import explain_wrong_clock
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import PROTOCOL, is_valid_id
@@ -270,7 +272,10 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
         yield _EnrollConnection(reader, writer)
     except ssl.SSLError as error:
-        raise CoordinatorUnreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
+        reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason or error
+        raise CoordinatorUnreachable(
+            f"{where} does not speak the cluster's TLS: {reason}{explain_unreachable(error)}"
+        ) from None
     except WireError as error:
         raise CoordinatorUnreachable(f"{where} does not respond as a coordinator: {error}") from None
     except TimeoutError:
@@ -288,18 +293,20 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
 
 
 def explain_unreachable(error: Exception) -> str:
-    """Return a hint if the errno is that of a program without the local-network permission on macOS 15 and later; else
-    an empty text.
+    """Return a hint with the next step for an error of a connection; empty for most errors.
 
-    All addresses of the LAN fail with that errno. A program that was started over SSH loses the permission when the
-    session ends (https://github.com/NVIDIA/Personal-AI-Router/issues/3).
+    Without the local-network permission on macOS 15 and later, all addresses of the LAN fail with EHOSTUNREACH. A
+    program that was started over SSH loses the permission when the session ends. With a wrong clock, here or at the
+    coordinator, its certificate is not yet valid or has expired.
+
+    Source: https://github.com/NVIDIA/Personal-AI-Router/issues/3
     """
     if sys.platform == "darwin" and isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
         return (
             " (allow this program under System Settings, Privacy & Security, Local Network, or run it as a service: "
             "`cluster service install`)"
         )
-    return ""
+    return explain_wrong_clock(error, time.time())
 
 
 def _format_address(host: str, port: int) -> str:

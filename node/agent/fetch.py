@@ -47,7 +47,8 @@ class FetchAnswers:
 
 
 def _find_line_start(file: BinaryIO, position: int) -> int:
-    """Return the first start of a line at or after `position` of a log, or `position` where no line begins."""
+    """Return the first start of a line at or after `position` of a log. Return `position` if no line begins within
+    `MAX_LINE_BYTES` after it."""
     if position <= 0:
         return 0
     file.seek(position - 1)

@@ -1,8 +1,8 @@
 """Identity of this node: its files, its TLS contexts, and the renewal of its certificate.
 
 `node.pem` has key and certificate (mode 0600, replaced whole). `identity.json` has the rest and is written last: a
-folder without this file has no identity. The private key is created here and never leaves the folder. The identity
-belongs to one machine. Two Macs with copies of one disk would be the same node; the identity of a copy is refused.
+folder without this file has no identity. The private key is created here and never leaves the folder. The identity is
+refused on a machine with another machine id, because two machines with copies of one disk would be the same node.
 """
 
 import ssl
@@ -159,7 +159,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
 def store_identity(
     folder: Path, request: CertificateRequest, certificate: bytes, cluster: str, ca: bytes, machine: str
 ) -> NodeIdentity:
-    """Store the identity that the coordinator issued in a folder, and return it.
+    """Store in `folder` the identity that the coordinator issued, and return it.
 
     `certificate` and `ca` are in DER. Raise `IdentityError` if the certificate is not for this request and cluster,
     `OSError` if the files cannot be written.

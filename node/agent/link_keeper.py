@@ -1,9 +1,9 @@
 """Keeper of the connection to the coordinator: dials, watches for silence, sleeps, renews the certificate, stops.
 
 The rules are in `link_state`, as data. This module dials the latest remembered address. If that fails, `discovery`
-checks the other remembered addresses and searches by Bonjour for the cluster's id. Of two coordinators of the cluster,
-the one with the higher generation is valid: the keeper leaves the other one. A renewed certificate opens a second link
-that replaces the first.
+checks the other remembered addresses and searches by Bonjour for the cluster's id. A coordinator with a lower
+generation than an earlier one is superseded: the keeper closes its link, and avoids its address for a while. With a
+renewed certificate the keeper opens a second link, which replaces the first once the coordinator has accepted it.
 """
 
 import asyncio
@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import structlog
 
 from node.agent import discovery, link_state
-from node.agent.connection import CoordinatorLink, dial
-from node.agent.enrollment import explain_unreachable
+from node.agent.connection import CoordinatorLink, DialFailures, dial
 from node.agent.identity import (
     IdentityError,
     NodeIdentity,
@@ -44,7 +43,7 @@ FIND_TIMEOUT_SECONDS = 3.0
 SUPERSEDED_ADDRESS_SECONDS = 30.0
 """Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
-"""Denial reason of a coordinator that is superseded, as its higher generation in this node's Hello proves."""
+"""Denial reason of a superseded coordinator: the generation in this node's Hello is higher than its own."""
 
 log = structlog.get_logger("node.agent.agent")
 
@@ -104,6 +103,7 @@ class LinkKeeper:
         self._life = LinkLife()
         self._changed = asyncio.Event()
         self._superseded: dict[str, float] = {}
+        self._failures = DialFailures()
         self._denied = Denied("", "", final=True)
         self._draining = False
         self._renew_from = 0.0
@@ -189,7 +189,7 @@ class LinkKeeper:
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
         self._links.accept(link)
         self._apply(link_state.LinkAccepted())
-        self._renew_from = 0.0
+        self._renew_from, self._failures = 0.0, DialFailures()
         self.welcomed.set()
         return True
 
@@ -267,12 +267,11 @@ class LinkKeeper:
         for address in (last, None):
             where = address or await discovery.locate_coordinator(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
             if where is None or self._life.state is LinkState.STOPPED:
-                return False
+                break
             try:
                 link = await dial(where, self._context, self._new_link)
             except (OSError, ValueError, OverflowError) as error:  # no host or port: ValueError, OverflowError
-                reason = str(error) or type(error).__name__
-                log.info("dial failed", address=where, error=f"{reason}{explain_unreachable(error)}")
+                self._failures.record(where, error)
                 continue
             if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):
                 link.close()
@@ -281,6 +280,7 @@ class LinkKeeper:
             self._links.add(link)
             link.send(self._build_hello(takeover))
             return True
+        self._failures.end_round()
         return False
 
     def _store_address(self, address: str) -> None:

@@ -101,8 +101,8 @@ class CoordinatorLinks:
                 self._close_if_replaced(link)
 
     def fail_all(self, reason: str) -> Iterator[int]:
-        """End every request with the failure `node_stopping` and the message `reason`. Yield the number of each before
-        its end.
+        """End every request with the failure `node_stopping` and the message `reason`. Yield the number of each
+        request before the request ends.
 
         A request ends only when the caller takes the next number.
         """

@@ -1,9 +1,10 @@
-"""Machine id: a hash that stays the same as long as the hardware does.
+"""Machine id: a hash by which a node detects that its identity was copied to another machine.
 
-macOS: IOPlatformUUID (unverified on macOS). Linux: /etc/machine-id or D-Bus's copy, which a cloned disk copies. On
-Linux the check therefore protects only against a copied state folder. Without either file, the id follows from the MAC
-address. On macOS there is no other id. `ioreg` can fail on a Mac that has just started. A node that took another id for
-that time would be refused as a copy.
+macOS: IOPlatformUUID (unverified on macOS). `ioreg` can fail on a Mac that has just started. There is no substitute,
+because a node with another id would be refused as a copy.
+
+Linux: /etc/machine-id or D-Bus's copy. A cloned disk has the same files, so that only a copied state folder is
+detected. Without either file, the id follows from the MAC address.
 """
 
 import hashlib

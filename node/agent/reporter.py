@@ -26,7 +26,7 @@ from wire.report import Hardware, Memory
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2
-"""Minimum seconds between a report and the next one because of a change. A change of the models does not wait."""
+"""Minimum seconds from a report to the next one that a change causes. A change of the models is reported at once."""
 
 log = structlog.get_logger("node.agent.agent")
 

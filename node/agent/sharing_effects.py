@@ -52,8 +52,7 @@ class SharingEffects:
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         """Run an action of the sharing rule. `sharing` has the reason.
 
-        Ended requests are those that are still open, because no other node had room for them. The coordinator may
-        resume them on another node later.
+        `END_REQUESTS` ends all open requests. The coordinator may resume them on another node later.
         """
         match act:
             case SharingAction.END_REQUESTS:

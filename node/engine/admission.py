@@ -25,8 +25,7 @@ class RequestLimits(NamedTuple):
     """Maximum rows that decode at once."""
 
     def get_max_row_tokens(self, descriptor: ModelDescriptor) -> int:
-        """Return the maximum tokens of a row: the context of the model, or the context of the settings if that is
-        lower."""
+        """Return the maximum tokens of a row: the context of the model, or `context` if that is lower and not 0."""
         return min(descriptor.context, self.context or descriptor.context)
 
     def compute_shape(
@@ -57,7 +56,8 @@ class AdmissionCost(NamedTuple):
     rows: int
     """Bytes that its rows or texts add to the committed memory, padding included."""
     total: int
-    """`rows`, plus the highest transient bytes of the request's forwards."""
+    """`rows`, plus the transient bytes of one forward: the largest of a chat; for embeddings, the smallest possible
+    for the longest text."""
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
@@ -75,7 +75,8 @@ def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescri
 
 
 def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | None) -> Refused | None:
-    """Return the refusal to resume an answer that another model of this name began; None for any other request.
+    """Return the refusal to resume an answer that another model of this name began; None for any other request, or
+    without a `descriptor`.
 
     The router knows only the last report, and the model of this node may have changed since.
     """

@@ -64,7 +64,8 @@ log = structlog.get_logger("engine.text")
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine for these settings, after a scan of the model folders. The loads of preloaded models are
-    queued. Raise `ValueError` if the size of the disk cache cannot be parsed.
+    queued. All present objects are exempted from garbage collection. Raise `ValueError` if the size of the disk cache
+    cannot be parsed.
 
     Environment variables name the places on the disk: `MACPOOL_PROFILES` the folder of measurements, `MACPOOL_DIGESTS`
     the file of digests, `MACPOOL_DISK_CACHE` the folder of the disk cache. Without a variable, nothing is stored there.
@@ -287,7 +288,7 @@ def open_disk_cache(folder: Path | None, size: str | int, min_seconds: float) ->
 
 
 def request_preloads(names: tuple[str, ...], catalogue: ModelCatalogue, manager: ModelManager) -> None:
-    """Queue the loads of the models that the settings name; log a name that no folder has."""
+    """Queue the load of each model in `names`. Log an error for a name that no model folder has."""
     for name in names:
         found = catalogue.find(name)
         if found is None:

@@ -92,11 +92,11 @@ class EngineParts:
     wiring: ModelWiring
     """Setter of the wired limit."""
     prefix_cache: PrefixCacheManager
-    """Prefix cache."""
+    """Manager of cached prefixes, in memory and on the disk."""
     emergency_reserve: EmergencyReserve
     """Emergency reserve: memory that is held only to be released before caches and models."""
     models: ModelTable
-    """Models in memory."""
+    """Loaded models, and the load in progress."""
     unloader: ModelUnloader
     """Unloader of models, which also frees memory that requests could reuse."""
     model_manager: ModelManager
@@ -106,27 +106,27 @@ class EngineParts:
     describer: ModelDescriber
     """Describer of models for reports and for admission."""
     waiting: WaitingRequests
-    """Requests that wait for tokenization or for the load of their model."""
+    """Requests in tokenization, and requests that wait for the load of their model."""
     scheduler: Scheduler
     """Scheduler of prefills and of decode batches."""
     admission: RequestAdmission
-    """Admission of requests."""
+    """Admission, which starts, queues or refuses prepared requests."""
     commands: ModelCommands
     """Executor of orders about models."""
     sweeps: SweepQueue
     """Queue of ordered profile sweeps, which measure the memory of a model."""
     embedding_preparer: EmbeddingPreparer
-    """Preparer of requests for embeddings."""
+    """Preparer of requests for embeddings or scores."""
     embedding_table: EmbeddingTable
     """Live requests for embeddings or scores."""
     embeddings: EmbeddingScheduler
-    """Scheduler of requests for embeddings."""
+    """Scheduler of requests for embeddings or scores."""
 
 
 class TextEngine:
     """Engine that serves the text models of a node with mlx-lm (see the module's docstring).
 
-    `now` is in monotonic seconds in all methods. `parts` are the parts, `gate` is their memory gate.
+    `now` is in monotonic seconds in all methods. `gate` is the memory gate of `parts.forwards`.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -237,7 +237,7 @@ class TextEngine:
         the frames of each part before the next part starts: no token waits for a chunk.
 
         Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
-        for leaks and write to the disk cache. Without a live request, also check the invariants, free MLX's buffers and
+        for leaks and write to the disk cache. If no request has work, check the invariants, free MLX's buffers and
         maintain the reserve. Raise `Halted` if a native call is due after `halt`. `now` is the monotonic start time.
         """
         parts = self.parts

@@ -26,7 +26,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Expected seconds of one piece of a load in addition to reading its weights: to build the model, compile kernels."""
+"""Expected seconds of one piece of a load besides reading its weights, such as for compiling kernels."""
 
 
 class ModelCommands:
@@ -145,9 +145,8 @@ class ModelCommands:
                 self._manager.request_load(found)
 
     def unload_idle(self, now: float) -> None:
-        """Unload the idle models that have been unused for `models.idle_unload_seconds` at the monotonic time `now`, or
-        that were replaced on disk (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is
-        preloaded."""
+        """Unload the idle models whose time limit has passed at the monotonic time `now`, or that were replaced on disk
+        (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is preloaded."""
         for found in self._unloader.unload_idle(now):
             self._manager.request_load(found)
 

@@ -1,12 +1,13 @@
 """Admission of requests in the engine: from a prepared request to its start in the scheduler, or to its refusal.
 
     UntokenizedPrompt ─► room for its tokenization ─► tokenized ─┐
-    PreparedRequest ────────────────────────────────────────────┴─► preflight, commit ─► scheduler
+                             └ Refusal                           │
+    PreparedRequest ─────────────────────────────────────────────┴─► preflight, commit ─► scheduler
                                                                    │        └ Refusal
                                                                    └ its model is not loaded: waits for the load
 
-The rules are in `admission`. Every request that arrives is admitted or refused, here or at the end of the load of its
-model. Requests that are known already, or were cancelled before their arrival, are ignored.
+Requests for embeddings take the same path, and enter the `EmbeddingTable` in place of the scheduler. The rules are in
+`admission`. A request that is known already, or that was cancelled, is ignored.
 """
 
 import os
@@ -52,8 +53,8 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 
 PREEMPTION_INTERVAL_SECONDS = 1.0
-"""Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
-than needed would be preempted."""
+"""Minimum seconds between two preemptions at admission. Memory may be returned with a delay. Without the pause, more
+requests than needed would be preempted."""
 
 
 class RequestAdmission:
@@ -259,8 +260,8 @@ class RequestAdmission:
         """Preempt requests of keys that hold more memory than `key` would hold with its new request.
 
         Return whether a request was preempted. The new request commits `rows` bytes. Its admission needs `cost` bytes,
-        which include the transient bytes of its forwards. Return False within `PREEMPTION_INTERVAL_SECONDS` after the
-        last preemption for a key.
+        which include the transient bytes of its forwards. Return False if the memory cannot be read, and within
+        `PREEMPTION_INTERVAL_SECONDS` after the last preemption for a key.
         """
         headroom = self.read_offered_memory(now, key.name).headroom
         if (

@@ -28,7 +28,7 @@ from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, encode
 from wire.frames import Ping, Pong, StopEngine
 
 EXIT_AFTER_CLOSE_SECONDS = 2.0
-"""Seconds that a process may live after its socket has closed."""
+"""Seconds that a process has to exit after its socket has closed. Then the agent ends the process."""
 
 log = structlog.get_logger("supervise")
 _NO_PONG = Pong(0)

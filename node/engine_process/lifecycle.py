@@ -13,7 +13,7 @@ Invariants
 - A child gets requests only between its first report with limits in force and the first request to end it.
 - A later event does not make a child end more slowly; the supervisor keeps the earlier deadline.
 - A replaced child counts as no failure: it delays no restart.
-- While this Mac does not share, the engine rests (`EngineLife.resting`): a new child loads no model.
+- While the engine rests (`EngineLife.resting`), because this Mac does not share, a new child loads no model.
 """
 
 from collections.abc import Mapping
@@ -143,7 +143,7 @@ class CapExceeded:
 
 @dataclass(frozen=True, slots=True)
 class SocketClosed:
-    """Event: the child has closed its socket and has not exited in time."""
+    """Event: the child has closed its socket, and still runs `EXIT_AFTER_CLOSE_SECONDS` later."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class EngineReports:
         return 0 if self._latest is None else self._latest.freed_order
 
     def has_model_in_memory(self, name: str) -> bool:
-        """Return whether the latest report names a model as loaded or being loaded."""
+        """Return whether the latest report names a model as loaded, loading or queued for loading."""
         models = self._latest.models if self._latest is not None else ()
         return any(model.name == name and (model.loaded or model.loading) for model in models)
 

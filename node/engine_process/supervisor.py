@@ -1,20 +1,19 @@
 """Supervisor of the engine process: starts, watches, ends and restarts one child.
 
-The engine is a child process because its fatal error (Metal out of memory) cannot be caught. Its frames are forwarded
-as bytes. Of a frame about a request only the head is parsed, to know which requests are open (`open_requests`). When
-the child dies, each open request ends in `Failed`. The request whose prompt or model was in the native call gets
-`engine_crashed`, because it may be the cause; a decode step names no request. All other requests get `engine_lost`. A
-new child starts after 0.2 s. The delay doubles up to 30 s, and is reset after a minute of health. The new child loads
-one by one the models of its predecessor, except quarantined models.
+The engine is a child process because its fatal error (Metal out of memory) cannot be caught. When the child dies, each
+open request ends in `Failed`. If the agent stops, every request gets `node_stopping`. Otherwise, the request of the
+running native call gets `engine_crashed`, because it may be the cause; a decode step names no request. All other
+requests get `engine_lost`. A new child loads one by one the models of its predecessor, except quarantined models. While
+the engine rests, it loads none.
 
 The rules are in `lifecycle`, as data: stages, restarts, replacement of a healthy child, rest. This module reads clocks,
 sockets and the process, passes events to the rules, and performs their actions.
 
-A child counts as hung in two cases. It answers pings, and its inference thread has been in one native call for more
-than max(10 s, 5 × the expected duration). Or it has answered no ping for 30 s.
+A child counts as hung in two cases, by the limits in `timeouts`. It answers pings, and one native call, tokenization or
+iteration takes far longer than expected. Or it answers no ping.
 
-After each end of a child, `wired_check` compares the wired memory of the machine with its value before the start.
-After the second leak no engine is started until the memory has returned.
+After each end of a child, unless the agent stops, `wired_check` compares the wired memory of the machine with its value
+before the start. After the second leak no engine is started until the memory has returned.
 """
 
 import asyncio
@@ -79,7 +78,7 @@ _BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, Co
 
 
 class Supervisor:
-    """Supervisor of the engine process, which is always restarted. Call every method on the loop that called `start`.
+    """Supervisor of the engine process. Call every method on the loop that called `start`.
 
     `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes. `request` is 0 for
     Deltas, which concern many requests. `on_change()` is called after a new report and after each change of the state.

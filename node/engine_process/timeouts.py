@@ -22,7 +22,7 @@ class ExitUrgency(Enum):
     OVER_CAP = auto()
     """The child holds more memory than cap − leases."""
     UNRESPONSIVE = auto()
-    """The child hangs, or has closed its socket."""
+    """The child hangs, or has closed its socket without exiting."""
 
 
 @dataclass(frozen=True, slots=True)

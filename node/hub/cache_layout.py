@@ -3,7 +3,7 @@
 The layout is that of `huggingface_hub`: `models--P--N/blobs/ETAG`, links `snapshots/COMMIT/PATH` to the blobs, and
 `refs/NAME` with a commit. Other tools use the same cache.
 
-Rules
+Rules for the processes of Macpool
 - Nothing is written through a symbolic link. A folder of the layout that is a link is refused.
 - A blob gets its name only after its content was verified (`node.hub.download.part_file`).
 - Links are created only after all blobs of the manifest are verified, and references after the links.
@@ -29,8 +29,8 @@ _NEW_SUFFIX = ".macpool-new"
 LOCK_NAME = "macpool.lock"
 LOCK_POLL_SECONDS = 0.05
 LOCK_TIMEOUT_SECONDS = 3.0
-"""Seconds to wait for a lock. A cancelled download ends within this time, and a mirror takes the lock for an instant to
-find out whether a download runs."""
+"""Maximum seconds to wait for the lock of a repository. A cancelled download releases it within this time. A mirror
+holds it for an instant, to find out whether a download runs."""
 
 
 class RepositoryFolder:

@@ -54,7 +54,7 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """File of the digest store."""
     cluster: ClusterFiles = ClusterFiles()
     piece_bytes: int = PIECE_BYTES // CONNECTIONS
-    """Bytes of a piece. An interruption of all connections costs at most `PIECE_BYTES`."""
+    """Bytes of a piece. By default, an interruption of all connections loses at most `PIECE_BYTES`."""
     connections: int = CONNECTIONS
     """Number of parallel ranges."""
     reserve_bytes: int = -1

@@ -107,7 +107,8 @@ class IdleHasher:
         return not find_content(folder, self._store) and self._failed.get(folder) != _read_state(folder)
 
     async def _hash(self, folder: Path) -> bool:
-        """Hash a model, until the node has work. Return False if the model could not be hashed."""
+        """Hash a model, until the node has work. Return False if the model could not be hashed; True also if the node
+        had work."""
         order = VerifyOrder(
             folder=str(folder), digests=str(self._store_file), max_bytes_per_second=MAX_BYTES_PER_SECOND
         )

@@ -1,11 +1,12 @@
 """Orders of the coordinator about model files on this node: pull, serve, verify, remove, quantize, cancel.
 
 Rules
-- Each order gets exactly one `ModelOrderEnded`, unless the node stops. An end for which there is no link is sent on the
-  next link. An end that was sent less than `RESEND_SECONDS` before a new link is sent again on that link. The
-  coordinator ignores ends of unknown orders.
+- Each order has one end, which is sent as `ModelOrderEnded` unless the node stops. An end for which there is no link is
+  sent on the next link. An end that was sent less than `RESEND_SECONDS` before a new link is sent again on that link.
+  At most `MAX_ENDS` ends are kept for that.
 - A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
-  restart of the coordinator. The same holds for the quantization to the same result.
+  restart of the coordinator. The same holds for the quantization to the same result. No order attaches to a cancelled
+  one.
 - Only one order at a time changes the files of a repository.
 - A model that is loaded or being loaded is not removed.
 - Tokens go to a child on its standard input, and nowhere else.

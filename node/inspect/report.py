@@ -41,7 +41,7 @@ from node.memory.metal_limit import read_metal_device
 from node.memory.sensor import open_machine
 from node.models.folders import get_hub_folder, use_hub_folder
 from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve_settings
-from wire.certificate import read_certificate
+from wire.certificate import explain_wrong_clock, read_certificate
 
 DIAL_TIMEOUT_SECONDS = 2.0
 
@@ -73,8 +73,8 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
     """Return the settings with which a node would start, as a dictionary.
 
     They come from the TOML `file`, the variables `environ`, and the `key=value` texts `pairs`. In the result,
-    `settings` are rows with origins, `made` is the `NodeSettings`. With invalid settings, `error` has the first error,
-    `faults` have all, and `settings` leave out the invalid ones.
+    `settings` are rows with origins, `made` is the `NodeSettings`. After an error, `error` has its text, and `faults`
+    has the invalid settings, which `settings` leaves out. If the rest is inconsistent, `settings` has the defaults.
     """
     layers: list[tuple[str, Flat]] = []
     try:
@@ -238,7 +238,10 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
                     "expires": read_certificate(der).expires if der else None,
                 }
     except ssl.SSLCertVerificationError as error:
-        report |= {"proven": False, "error": error.verify_message}
+        clock_hint = explain_wrong_clock(
+            error, time.time()
+        )  # outside its validity, the certificate may still be the coordinator's
+        report |= {"proven": None if clock_hint else False, "error": f"{error.verify_message}{clock_hint}"}
     except TimeoutError:
         report["error"] = "no answer"
     except OSError as error:

@@ -12,8 +12,9 @@ Invariants
 - An unknown value never counts as unlimited.
 - The limiting term is named, with advice for a person.
 
-All inputs are read at each check. A `memory.cap` above the RAM or the Metal limit is an error at start. If a limit
-falls later, the lower limit applies, with a warning while it does.
+All inputs are read at each check. A `memory.cap` above the RAM, or above the Metal limit without permission, is an
+error at start. If a limit falls later, or the container has a lower one, the lower limit applies, with a warning while
+it does.
 """
 
 import re
@@ -37,7 +38,8 @@ class MemoryTier:
 
 
 CUSTOM = "custom"
-"""Tier of an explicit cap, without a reserve."""
+"""Tier of an explicit cap, to which no reserve applies. `compute_reserve` returns 0 for this tier, from
+`SMALL_MACHINE_BYTES` of RAM on."""
 TIERS = {
     "safe": MemoryTier(12 * GIB, 0.2),
     "balanced": MemoryTier(8 * GIB, 0.5),
@@ -201,8 +203,8 @@ def resolve_cap(
 
     `above_metal` is `memory.allow_above_metal_limit`. Raise `SettingsError` for an invalid size, a cap of 0, and for
     "auto" or a percentage if the RAM cannot be read. With `starting`, also raise `SettingsError` for an explicit cap
-    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies. The limit of a
-    container always lowers an explicit cap, with a warning.
+    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies. A lower limit of the
+    container replaces an explicit cap, with a warning.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:

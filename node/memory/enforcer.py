@@ -2,7 +2,7 @@
 
 The gate is inside the engine and refuses before memory is allocated. The enforcer is in the agent. The enforcer reacts
 to memory that was allocated nevertheless: by a peak that no estimate predicted, a leak, or a new lease. It decides by
-the agent's own reading of the process, and can end the process.
+the agent's own reading of the process, and can end the process. With `memory.guard` off, it only counts.
 
     OK         headroom ≥ 0         nothing
     OVER_SOFT  headroom < 0         order at each poll: release free buffers, reusable cache and idle models. The gate
@@ -11,15 +11,13 @@ the agent's own reading of the process, and can end the process.
                cap − leases         after each answer, the next request, while the engine stays over
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
-`wire.capacity.arithmetic.compute_level` computes the levels; there are no other thresholds. An unreadable footprint
-neither counts nor resets the count of readings. While the ceiling is unreadable, only an engine above cap − leases gets
-orders.
-An engine that answers is never ended, even with nothing left to release: it refuses all requests then. With
-`memory.guard` off the enforcer only counts.
+`wire.capacity.arithmetic.compute_level` computes the levels. An unreadable footprint neither counts nor resets the
+count of readings. While the ceiling is unreadable, only an engine above cap − leases gets orders. An engine that
+answers is never ended, even with nothing left to release: it refuses all requests then.
 
-Orders are executed between native calls. A running native call may last 5 times as long as expected before the process
-is ended, because a forward can last longer than a period. A poll that comes late ends no engine, because
-the answer of the engine may not have been read yet.
+Orders are executed between native calls, and a forward can last longer than a period. While a native call may still run
+(`EnforcerInput.call_until`), the process is therefore not ended. A poll that comes late ends no engine, because the
+answer of the engine may not have been read yet.
 """
 
 from dataclasses import dataclass, replace

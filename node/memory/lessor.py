@@ -1,8 +1,8 @@
 """Leases of memory to a process other than the engine: lower the ceiling, and wait until the engine holds the limits.
 
-A node has one lease at a time. The caller checks first whether the memory fits, and then calls `lower_ceiling`. That
-method refuses the lease if a lease of another kind began meanwhile. The caller returns the memory after the process
-that used the lease has ended.
+A node has one lease at a time. `lower_ceiling` refuses a lease while another kind of process (`LeaseHolder`) holds one;
+the caller ensures that its own kind holds none. The caller checks before whether the memory fits. It returns the memory
+after a failed `lower_ceiling`, and after the process that used the lease has ended.
 """
 
 import asyncio

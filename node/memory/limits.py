@@ -1,13 +1,12 @@
 """Compute the memory limits of this node from settings and machine: a cap, a margin and a ceiling.
 
-The ceiling is the memory that the engine may use now: the cap, minus leases and the memory of other programs.
 Each poll reads all inputs, because the Metal limit, the container's limit and the memory of the system can change. The
-engine receives new limits after a change of a lease, the cap or the limiting term. A change of the ceiling is sent if
-it is at least a step.
+engine receives new limits after a change of the leases, the cap, the margin or the limiting term. Otherwise, a change
+of the ceiling is sent if it is at least a step.
 
 If the available memory cannot be read, its last good value is used for `reading.STALE_AFTER_SECONDS` seconds. After
-that the engine admits no request, and evicts nothing for this reason. If the RAM cannot be read, the last cap stays in
-force.
+that the engine admits no request, unless the guard is off, and evicts nothing for this reason. If the RAM cannot be
+read, the last cap stays in force.
 """
 
 import time

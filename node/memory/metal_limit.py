@@ -1,7 +1,8 @@
 """Store the Metal limit that the device of this machine reported, in STATE/node/metal.json (0600), for later starts.
 
-A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. An unreadable
-file, and one that differs from this machine, are ignored: the node uses an estimate until the engine reports.
+A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. An unreadable file, and
+one that differs from this machine, are ignored. Until the engine reports, the node then uses the limit that a person
+set, or an estimate.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Poll the memory of the engine and the machine from outside, set the limits, and run the enforcer.
 
-This is the agent's half of the memory safety. It runs as long as the agent: a poll that fails still schedules the next
-one. A change at the engine (new work, a new process) moves the next poll forward.
+This is the agent's half of the memory safety. Polls run from `start` to `stop`: one that fails still schedules the
+next. A new report or process of the engine can move the next poll forward.
 """
 
 import asyncio
@@ -64,8 +64,8 @@ class MemoryPoll:
 
     def poll_sooner(self) -> None:
         """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once.
-        Otherwise poll when the pause for the engine's state has passed since the last poll. Do nothing before
-        `start`."""
+        Otherwise poll when the pause for the engine's state has passed since the last poll. Do nothing before `start`
+        and after `stop`."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))

@@ -159,7 +159,7 @@ class MachineMemory(Protocol):
         ...
 
     def read_wired(self) -> int | None:
-        """Return the bytes wired by all processes and the kernel; None if unknown."""
+        """Return the wired bytes of the system, on Linux without kernel memory; None if unknown."""
         ...
 
 

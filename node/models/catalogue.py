@@ -132,8 +132,8 @@ class ModelCatalogue:
     def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown.
 
-        An unknown name causes a new scan, because the model may just have been downloaded. Such a scan begins at least
-        `SCAN_VALID_SECONDS` after the last one.
+        An unknown name causes a new scan, because the model may just have been downloaded. The last scan suffices if it
+        ended less than `SCAN_VALID_SECONDS` ago.
         """
         if self.find(name) is None:
             with self._scanning:
@@ -269,8 +269,8 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     """Return the descriptor of a model folder; None if its model neither generates text nor computes vectors or scores.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
-    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read, and
-    `ValueError` if the weights of a Dense layer are invalid.
+    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read, and `ValueError` if the
+    weights of a Dense layer are invalid.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)

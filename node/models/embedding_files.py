@@ -1,8 +1,8 @@
 """Files of sentence-transformers next to a model: how its hidden states become vectors. Only their content is read.
 
-`modules.json` lists the modules after the transformer: a Pooling, then Dense layers, then perhaps a Normalize. An
-unknown module, pooling or activation is the reason why the model is not served: without it, all vectors would be wrong.
-Folders of modules have fixed names, so that a list of modules names no other file of the machine.
+`modules.json` lists the modules: the transformer, a Pooling, perhaps Dense layers, and perhaps a Normalize. An unknown
+module, pooling or activation is the reason why the model is not served: without it, all vectors would be wrong. Folders
+of modules have fixed names, so that a list of modules names no other file of the machine.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,9 +2,9 @@
 
 A cross-encoder has a classifier (`encoder_files`).
 
-A decoder answers yes or no. sentence-transformers stores the two tokens in `1_LogitScore`. The prompt is a chat
-template with the roles `query` and `document`. The published files of Qwen3-Reranker have neither. Its tokens and its
-prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+A decoder answers yes or no. sentence-transformers stores the token of yes, and usually that of no, in `1_LogitScore`.
+The prompt is a chat template with the roles `query` and `document`. The published files of Qwen3-Reranker have neither.
+Its tokens and its prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
 from pathlib import Path

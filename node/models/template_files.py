@@ -28,7 +28,7 @@ def read_template(folder: Path) -> str:
 
 
 def has_reasoning(folder: Path) -> bool:
-    """Return whether the chat template of a model can begin a thought.
+    """Return whether the chat template of a model can begin the reasoning of an answer.
 
     The vocabulary does not decide, because variants of a model without reasoning have the same tokens. Return False if
     there is no template, or if its file is invalid or too large. Raise `OSError` if a file cannot be read.

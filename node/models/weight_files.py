@@ -104,7 +104,8 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
 
 
 def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
-    """Add the first, middle and last bytes of every tensor to `digest`, in the order of the header.
+    """Add the first, middle and last `SAMPLE_BYTES` bytes of every tensor to `digest`, in the order of the header. Of a
+    tensor without more bytes than that, add all.
 
     Extents count from `begin`, the end of the header.
     """

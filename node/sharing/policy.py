@@ -1,6 +1,6 @@
 """Decide whether this Mac accepts work now, or keeps its memory for its owner. Pure.
 
-`node.sharing.controller` applies the decision. A pause set by a person ("for two hours") has priority and expires.
+`node.sharing.controller` applies the decision. A pause that a person set has priority, until its end or without an end.
 Without a pause the rule `sharing.when` decides:
 
     always      accept
@@ -9,15 +9,13 @@ Without a pause the rule `sharing.when` decides:
     hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
 Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
-in percent. Below it, the Mac shares again at `BATTERY_HYSTERESIS_PERCENT` more, because a charge that varies around the
-limit would end work repeatedly. On mains power it shares at once.
+in percent. A Mac that was below it shares again at `BATTERY_HYSTERESIS_PERCENT` more, because a charge that varies
+around the limit would end work repeatedly. On mains power the charge is ignored.
 
-An unreadable input never permits sharing. If the rule needs a reading that this machine does not have, the node accepts
-no work and names the setting to change.
+Without a reading that the settings need, the node accepts no work and names the setting to change.
 
-A node that does not share accepts no new work. The router sees this in the report and migrates the running requests.
-After the grace period the remaining ones end here, and are resumed on a node with room. Then a new engine process
-without a model replaces the old one, which returns all of the memory.
+A node that does not share accepts no new work, and the router migrates its running requests. Work that remains after
+its grace period is ended here. Without open requests, the engine releases its memory.
 """
 
 import re

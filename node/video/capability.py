@@ -55,7 +55,7 @@ class VideoCapability:
         self._result = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
-        """Set once the first check is done, or it is known that there is none."""
+        """Set once the first check is done, or once it is known that no check will run."""
         self._changed = changed
 
     @property
@@ -95,8 +95,8 @@ class VideoCapability:
             self.checked.set()
 
     def set_unready(self, cause: str) -> None:
-        """Set `cause` as the reason why this node cannot make videos, with no packages. The caller starts no check
-        afterwards."""
+        """Clear `packages`, set `checked`, and set `cause` as the reason that `unready` returns while video is enabled.
+        Do not call `start` before or afterwards, because a check would replace `cause`."""
         self._result = VideoCheck({}, cause)
         self.checked.set()
 

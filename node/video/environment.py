@@ -43,7 +43,7 @@ ENGINE = "mlx-gen"
 PROBE = "import mflux.models.wan.variants"
 """Python program, run in a new environment, that fails unless the engine can be imported."""
 READY = "ready.json"
-"""File in a complete environment, with its engine and version of Python."""
+"""File in a complete environment, with the versions of its engine and of Python, and the names of its lock files."""
 NO_TORCH = (
     "the package indexes have only builds of torch with gigabytes of CUDA; nothing was installed: add an index with a "
     "CPU build to pip's configuration (extra-index-url or find-links), or use a --wheelhouse that has one"

@@ -64,7 +64,8 @@ class LeaseGranter:
         self._lessor.return_memory()
 
     def restore(self) -> None:
-        """Restore the ceiling, and remove the lease that has not ended from the ledger, if any. Delete no files."""
+        """Restore the ceiling. If a lease in the `LeaseLedger` has not ended, remove that lease, but delete no
+        files."""
         self.return_memory()
         record = self._store.ledger.holding
         if record is not None:

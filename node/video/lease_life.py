@@ -1,7 +1,7 @@
 """State machine of the lease of a node, as data: events in, actions out. The lease manager performs the actions. Pure.
 
-Covers: one lease at a time, orders to end it, pause and stop. Does not cover: whether a lease fits (`leases`), the
-worker (`worker.worker_monitor`), files (`lease_store`).
+Covers: one lease at a time, orders to end it, pause and stop. An exception of the lease's task leads to `idle`. Does
+not cover: whether a lease fits (`leases`), the worker (`worker.worker_monitor`), files (`lease_store`).
 
     idle ─(request)─► granting ─(granted)─► held ─(ordered, worker ended or at fault)─► ending ─(memory returned)─► idle
                           └─(refused)─► idle
@@ -155,7 +155,8 @@ class PauseChanged:
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
     """Event: the owner of the Mac takes the memory of the lease, because of `reason`. `holding`: the ceiling is lowered
-    for a lease. Without `holding`, or if the end of the lease is ordered already, the event changes nothing."""
+    for a lease. The event changes nothing without `holding`, while idle, or if the end of the lease is ordered
+    already."""
 
     reason: str
     holding: bool

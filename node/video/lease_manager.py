@@ -55,7 +55,7 @@ class LeaseCallbacks:
     send: Callable[[Frame], None]
     """Sends a frame to the coordinator. Without a link the frame is discarded."""
     changed: Callable[[], None]
-    """Called when the next report may differ."""
+    """Called when the node's next report may differ from its last one."""
     begin: Callable[[str, int, str, int], None]
     """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
     finish: Callable[[str], None]

@@ -13,8 +13,8 @@ bytes, and the job never takes memory that the engine holds. The node alone deci
 
 A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded. Every path
 returns the memory, after all processes of the worker have ended. A lease is judged like a request: `size` bytes in
-addition to all memory in use. `headroom` stays ≥ 0 after the grant. Nothing in use is ended for a lease. With
-`memory.guard` off there is no lease, because no process would enforce it.
+addition to all memory in use. At the grant, `headroom` is ≥ 0. No request is ended for a lease. With `memory.guard` off
+there is no lease, because no process would enforce it.
 """
 
 import re

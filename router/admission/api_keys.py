@@ -1,4 +1,4 @@
-"""API keys: created once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
+"""API keys: each is shown once, stored as HMAC-SHA256(pepper, key), and compared in constant time on bytes.
 
 The id in a key is not secret: it selects the digest to compare with. An unknown id costs the same comparison as a wrong
 secret. The time of a check therefore does not reveal which ids exist.
@@ -224,7 +224,7 @@ def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return whether a proxy forwarded a request, by its raw headers with lower-case names. A proxy that adds none of
-    these headers is not recognized."""
+    `_PROXY_HEADERS` is not recognized."""
     return any(name in _PROXY_HEADERS for name, _ in headers)
 
 

@@ -1,8 +1,9 @@
 """Bound the bytes of long request bodies that are received and parsed concurrently, for each API key.
 
 Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
-announced length before the rest of the body is read. If the limit of its key is reached, the body waits in order of
-arrival. Bodies that are being received therefore always complete, and no other key waits.
+announced length, or without one the maximum length, before the rest of the body is read. If the limit of its key is
+reached, the body waits in order of arrival. A body that is being received never waits, nor does a body wait for another
+key.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class BodyIntake:
 
     @property
     def keys(self) -> frozenset[str]:
-        """API keys that have reserved bytes or wait for them."""
+        """Ids of the API keys that have reserved bytes or wait for them."""
         return frozenset(self._lanes)
 
     async def take(self, key: str, size: int) -> None:

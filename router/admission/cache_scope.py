@@ -1,7 +1,8 @@
-"""Scopes of cached prefixes: a request reuses prefixes of its own API key, and system prompts that all keys share.
+"""Scopes of cached prefixes: by default, a request reuses prefixes of its own API key, and configured system prompts.
 
 A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reuse by another
-key would tell that key, word by word, whether a prompt has been sent before.
+key would reveal to that key, word by word, whether a prompt has been sent before. With `cache.share = "pool"`, all keys
+reuse all prefixes.
 """
 
 from collections.abc import Iterable, Sequence

@@ -9,9 +9,10 @@ from router.placement.cluster_view import ClusterView, NodeView
 
 
 def filter_view(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
-    """Return the nodes that a key with these limits may use, each with only its permitted models and video packages.
+    """Return the view of the nodes that a key with these limits may use, each with only its permitted models and video
+    packages.
 
-    Return `view` itself for a key that has neither model limits nor label limits.
+    Return `view` itself for a key without limits (None), or with neither model limits nor label limits.
     """
     if limits is None or not (limits.models or limits.labels):
         return view

@@ -1,6 +1,7 @@
 """Expected tokens of the open requests of each API key, to find greedy keys.
 
-A key is greedy if it has more than `FAIR_SHARE_FACTOR` times its share of the tokens of all keys.
+A key is greedy if its open requests have more than `FAIR_SHARE_FACTOR` times its share, by weight, of the tokens of all
+keys.
 """
 
 from wire.capacity.fairness import WeightedKey

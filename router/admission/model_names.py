@@ -30,7 +30,8 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     candidates: tuple[str, ...]
     """Models in order, at least one; exactly one if the name is not an alias."""
     permitted: str
-    """Name by which the key may use the candidates: the alias, or the first permitted model."""
+    """Name to check against the model limits of the key. It is the alias if the key may use it by name; else the first
+    candidate in `candidates`."""
     alias: str = ""
     """Alias that the client named; empty without one."""
     profile: str = ""
@@ -47,7 +48,7 @@ class ModelNames:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.aliases: dict[str, tuple[str, ...]] = {}
-        """Models of each alias in order, with nested aliases expanded."""
+        """Models of each alias in order, with nested aliases expanded, without an upstream at the end."""
         self._upstreams: dict[str, str] = {}
         for name in settings.aliases:
             *models, last = list_candidates(settings.aliases, name)

@@ -8,9 +8,9 @@ overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (ar
 would otherwise be overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) requests without a setting, a quarter of that per key but at least 16.
-A longer queue only turns a refusal now into a refusal after the deadline. While no other key waits, a key may fill the
-queue except for one share. The recent pace must then serve all its requests in time. This rule reduces refusals by a
-third in simulated bursts of 30 requests by one key.
+A longer queue only turns a refusal now into a refusal after the deadline. A request whose answer has begun is always
+accepted. While no other key waits, a key may fill the queue except for one share. The recent pace must then serve all
+its requests in time. This rule reduces refusals by a third in simulated bursts of 30 requests by one key.
 """
 
 import math
@@ -58,7 +58,7 @@ class QueuedRequest(Generic[T]):
     deadline: float
     """Monotonic time in seconds from which `expire` removes the request."""
     number: int
-    """Number in order of arrival."""
+    """Number of the request in the order of entry into the queue."""
     overtaken: int = 0
     """Number of later requests that were placed before this one."""
 

@@ -87,13 +87,13 @@ class RateState(NamedTuple):
     """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
 
     unit: str
-    """Unit of the rate: requests or tokens."""
+    """Unit of the other fields: `requests` or `tokens`."""
     limit: int
-    """Amount per minute."""
+    """Requests or tokens allowed per minute."""
     remaining: int
-    """Amount left now."""
+    """Requests or tokens available now."""
     reset: float
-    """Seconds until the whole amount is available."""
+    """Seconds from now until the whole amount is available."""
 
 
 @dataclass(slots=True)
@@ -242,7 +242,10 @@ class RateLimits:
     def _describe_exceeded_bound(
         self, meter: _KeyMeter, limits: KeyLimits, prompt_tokens: int, prompt_bytes: int
     ) -> str:
-        """Describe the bound that a request would exceed with its key's open requests; empty if it fits."""
+        """Describe the bound that a request would exceed with its key's open requests; empty if it fits.
+
+        A request alone exceeds no bound of tokens or bytes.
+        """
         running, settings = meter.running, self._settings
         most = limits.concurrency or settings.max_requests_per_key
         if running >= most:

@@ -25,7 +25,7 @@ MAX_IGNORED = 32
 """Maximum ignored fields named in the header of an answer. A body with more unknown fields at its top is refused."""
 MAX_STOPS = 16
 MAX_PARTS = 4096
-"""Maximum blocks of one message."""
+"""Maximum content parts of one message."""
 MAX_PROMPTS = 64
 """Maximum prompts of one completion: each is a separate request to the cluster."""
 MAX_INPUTS = 2048
@@ -51,7 +51,8 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or a grammar for an answer."""
 MAX_SCHEMA_CHOICES = 1024
 MAX_TOOLS_BYTES = 256 * 1024
-"""Maximum bytes of the tools of a body as JSON, and of the arguments of one Ollama call."""
+"""Maximum bytes of the tools of a body as JSON. Also of arguments of a call that are an object, and of a foreign item,
+except in Anthropic's bodies."""
 MAX_VARIABLES_BYTES = 16 * 1024
 """Maximum bytes of the variables of a chat template as JSON."""
 MAX_JSON_DEPTH = 64

@@ -25,7 +25,8 @@ class UsageTotals(msgspec.Struct, gc=False):
         self.completion_tokens += other.completion_tokens
 
     def count(self, prompt: int, cached: int, completion: int, *, failed: bool) -> None:
-        """Add one request with its prompt tokens, cached tokens and generated tokens (`completion`)."""
+        """Add one request with its prompt tokens, cached tokens and generated tokens (`completion`). `failed`: it has
+        no complete answer."""
         self.requests += 1
         self.failed += failed
         self.prompt_tokens += prompt

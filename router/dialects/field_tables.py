@@ -1,4 +1,4 @@
-"""Field tables of all request bodies, for the manual and for the tests."""
+"""Field tables of request bodies, for the manual and for the tests."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

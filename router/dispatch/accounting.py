@@ -23,7 +23,7 @@ INPUT_TOKENS = 512
 """Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
 last token."""
 UNSENT_TOKENS = 8
-"""Maximum tokens of one choice that are generated and never sent: the end token, and tokens held back for a stop
+"""Tokens of one choice that a node may count without sending them: the end token, and tokens held back for a stop
 string."""
 QUOTING = {
     RefusalCode.INVALID: "its grammar or a value is invalid for this model; the response to the client has the details",
@@ -45,7 +45,7 @@ class Accounting:
     def record_end(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
-        A request without a charge is counted and stored in the history, but is no usage of its key.
+        If `request.charged` is None, the request is counted and stored in the history, but is no usage of its key.
 
         `model` is the name for the totals: the request's model or the label of its upstream. It is empty if no member
         has a model of that name.
@@ -114,7 +114,7 @@ def _compute_max_completion_tokens(request: ActiveRequest) -> int:
 def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
     """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
-    A false report can therefore exhaust neither a key's limits nor its usage. A report beyond the bounds is logged.
+    A false report therefore costs the key at most these bounds. A report beyond them is logged.
     """
     prompt, completion = frame.prompt_tokens, frame.completion_tokens
     most_completion = _compute_max_completion_tokens(request)

@@ -130,7 +130,7 @@ class ActiveRequest:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Outcome; None before the end."""
+        """Outcome of the request; None before its end."""
         return self.life.outcome
 
     @property
@@ -212,7 +212,7 @@ class ActiveRequest:
 
     @property
     def resumable(self) -> bool:
-        """Whether another node that has the same model could resume the answer."""
+        """Whether a node with the same version of the model could resume the answer."""
         return bool(self.version.fingerprint) and self.tokens.longest > 0
 
     def add_delta(self, delta: Delta) -> bool:

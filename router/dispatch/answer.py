@@ -17,13 +17,13 @@ from router.dispatch.request import CompleteAnswer, Outcome
 from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
-"""Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
+"""Number that `Answer.buffered` adds to the characters of one pending delta, and of one collected tool call."""
 LOGPROB_BYTES = 96
-"""Bytes charged for one token's log probability, or one alternative, in addition to the token."""
+"""Number that `Answer.buffered` adds for one token's log probability, and for each alternative."""
 MAX_DELTAS_TAKEN = 256
-"""Maximum deltas that one call of `take_deltas` returns: a slow reader that still reads then shows progress."""
+"""Maximum deltas that one call of `take_deltas` returns: a slow reader shows its progress by further calls."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
-"""Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
+"""Maximum of `Answer.buffered`, in characters with overheads, for an answer that is not streamed."""
 
 
 class Answer:
@@ -151,7 +151,7 @@ class StreamedAnswer(Answer):
         self.opened = True
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the write buffer of the client's transport is full."""
+        """Record whether the write buffer of the client's transport is full (`blocked`)."""
         self.blocked = blocked
 
     def take_deltas(self) -> list[Delta]:

@@ -1,4 +1,5 @@
-"""Circuit breakers: stop sending requests to a node whose engine keeps failing, and probe it with one request later.
+"""Circuit breakers: stop sending requests to a node or an upstream that keeps failing, and probe it with one request
+later.
 
 A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, membership handles a lost
 link, and a cancelled request does not show the state of the engine.
@@ -44,7 +45,7 @@ class BreakerState:
     """`open` until `until`; then `half open` until a request is sent, which is the probe; then `probing` until its
     result."""
     why: str
-    """Message of the last fault."""
+    """Message of the newest fault that had one; empty without any."""
     until: float
     """End of the open time, in monotonic seconds."""
     opened: int
@@ -102,7 +103,7 @@ class CircuitBreakers(Generic[N]):
         self.by_node: dict[N, _Breaker] = {}
         """Breakers of the nodes with a fault; read-only outside of this class."""
         self.opened = 0
-        """Number of openings of all breakers."""
+        """Number of openings of all breakers since the creation of this object."""
 
     def list_barred_nodes(self, now: float) -> list[N]:
         """Return the nodes that take no request now: open, or half open with a running probe.

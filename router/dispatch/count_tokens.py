@@ -30,8 +30,8 @@ _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem.
 
-    Nodes with the model are asked in turn, nodes that have loaded the model first. The first count, failure or refusal
-    for a reason that holds on every node is the result.
+    Nodes with the model are asked in turn, nodes that have loaded the model first. The first count, failure, or refusal
+    that other nodes would repeat is the result. Without one, it is a refusal that applies to one node.
     """
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)
@@ -63,7 +63,7 @@ def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits
 async def _ask_nodes(
     dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits, *, names_others: bool
 ) -> int | Problem:
-    """Ask nodes in turn, those with the model loaded first.
+    """Ask nodes in turn, those with the model loaded first. Return the count, or the problem.
 
     `names_others`: the refusal of an unknown model may name other models.
     """

@@ -150,10 +150,10 @@ class Counters:
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
-    """Number of first tokens, for `first_token_seconds`."""
+    """Number of requests with a first token from a node, by which `first_token_seconds` is divided for a mean."""
     first_token_seconds: float = 0.0
     durations: int = 0
-    """Number of ended requests, for `duration_seconds`."""
+    """Number of ended requests, by which `duration_seconds` is divided for a mean."""
     duration_seconds: float = 0.0
     upstreams: dict[str, UpstreamCounts] = field(default_factory=dict[str, UpstreamCounts])
     """Totals of each upstream that took a request."""

@@ -1,8 +1,9 @@
-"""History of recent requests: every step with its time, every placement decision with all its numbers, and the outcome.
+"""History of recent requests: their steps with the times, their placement decisions with the numbers, and their
+outcomes.
 
-The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored
-decisions can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and
-refused token counts, have a separate ring. A client that sends only such requests evicts no other request.
+The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored decisions
+can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and refused token
+counts, have a separate ring. A client that sends only such requests evicts no other request.
 """
 
 import re
@@ -38,7 +39,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Record of one placement decision: the demand, the candidates, and the chosen node or the refusal."""
 
     at: float
-    """Time in monotonic seconds."""
+    """Time of the decision in monotonic seconds."""
     request_id: str
     key: str
     demand: ResourceDemand
@@ -48,7 +49,7 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     refused: Refused | None = None
     """Refusal; None if a node was chosen."""
     nodes: int = 0
-    """Number of nodes in the cluster."""
+    """Number of nodes in the cluster at the decision."""
 
     def to_rows(self) -> list[dict[str, object]]:
         """Return one row per recorded candidate, with its memory and its expected times."""
@@ -63,7 +64,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     model: str
     stream: bool
     arrived: float
-    """Arrival in monotonic seconds."""
+    """Arrival of the request in monotonic seconds."""
     seconds: float
     """Duration of the request in seconds."""
     outcome: str

@@ -120,7 +120,7 @@ class Dispatcher:
             Deltas: self._receive_deltas,
             **parts.frames.receivers,
         }
-        """Function for each type of frame from a node."""
+        """Function that applies a frame from a node, by the type of the frame."""
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
         self._closing = False
@@ -192,7 +192,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:
-        """Retry the queued requests on the nodes that have changed."""
+        """Advance the model swaps under way, and retry the queued requests on the nodes that have changed."""
         changes = self._parts.changes
         changes.begin_retry()
         if self.ledger.turns:

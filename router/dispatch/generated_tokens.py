@@ -37,7 +37,8 @@ class GeneratedTokens:
         return tuple(map(tuple, self.ids)) if self.longest else ()
 
     def discard_ids(self, delta: Delta | None = None) -> None:
-        """Discard the ids and the ids of `delta`, and keep only their number: the answer can no longer be resumed."""
+        """Discard the stored ids, and do not store those of `delta`. Keep only their number: the answer can no longer
+        be resumed."""
         self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []
 
@@ -46,8 +47,8 @@ class GeneratedTokens:
         self._discarded += tokens
 
     def discard_excess(self) -> None:
-        """Discard the ids if a choice has more tokens than `limit`. More tokens than requested are not credible; more
-        than `MAX_KNOWN_TOKENS` would take too much memory."""
+        """Discard the ids if a choice has more tokens than `limit`, which are not credible, or without a requested
+        limit too many to store."""
         if self.longest > self._limit:
             self.discard_ids()
 

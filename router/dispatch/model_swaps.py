@@ -48,9 +48,9 @@ from wire.report import Model
 SWAP_AFTER_SECONDS = 5.0
 """Seconds after the arrival of a request before which no model in use is unloaded for it."""
 MIN_SLICE_SECONDS = 5.0
-"""Minimum slice, in seconds."""
+"""Seconds of a slice that do not depend on the load."""
 SLICE_LOAD_FACTOR = 8
-"""Factor by which the time of a load counts in a slice, in addition to `MIN_SLICE_SECONDS`."""
+"""Seconds that a slice lasts for each second of the load, in addition to `MIN_SLICE_SECONDS`."""
 MAX_SLICE_KEYS = 4
 """Maximum factor by which a slice is longer because the keys of its model have more weight."""
 WAIT_SLICES = 4
@@ -63,7 +63,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
     request: int
     weighted_key: WeightedKey
     seconds: float
-    """Expected remaining seconds."""
+    """Expected seconds until the request ends."""
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
@@ -228,7 +228,7 @@ class SwapPlanner:
     def _has_slice_ended(
         self, name: str, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float
     ) -> bool:
-        """Return whether the slice of a model on a node has ended."""
+        """Return whether the slice of a loaded model on a node has ended; False for a model that is not loaded."""
         since = self._loaded_since.get((option.node.id, name))
         return since is not None and now - since >= self.compute_slice_seconds(
             name, queued.model, option.node, snapshot
@@ -352,7 +352,7 @@ def _choose_models_to_unload(
 
 
 def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
-    """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
+    """Return the weight of the keys that use, or wait for, `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(

@@ -128,12 +128,12 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
     """Streamed answer of several requests; see `StreamedAnswer`."""
 
     def mark_opened(self) -> None:
-        """Record that the client has the status of the answer."""
+        """Record for all requests that the client has the status of the answer."""
         for answer in self._answers:
             answer.mark_opened()
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the write buffer of the client's transport is full."""
+        """Record for all requests whether the write buffer of the client's transport is full (`blocked`)."""
         for answer in self._answers:
             answer.set_blocked(blocked)
 
@@ -149,7 +149,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 
     @property
     def ready(self) -> bool:
-        """Whether a request has deltas, its end or a keep-alive to send."""
+        """Whether a request has deltas or a keep-alive to send, or the combined outcome is known."""
         return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
     def take_deltas(self) -> list[Delta]:
@@ -194,7 +194,7 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
 
 
 def _combine_ends(ends: Sequence[Finished], choices: int) -> Finished:
-    """Combine the ends: reasons and stop strings in order, tokens added up."""
+    """Combine the ends: reasons and stop strings in order, tokens added up, timings of the first."""
 
     def pad(of: Sequence[str], default: str) -> tuple[str, ...]:
         return (tuple(of) + (default,) * choices)[:choices]

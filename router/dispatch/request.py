@@ -82,7 +82,7 @@ class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
     logprobs: Mapping[int, Sequence[Logprob]]
     """Log probabilities by choice."""
     fingerprint: str = ""
-    """Fingerprint of the model that generated the answer."""
+    """Fingerprint of the model that generated the answer; empty if unknown."""
     vectors: tuple[bytes, ...] = ()
     """Vectors of the texts of a request for embeddings or scores, in single precision and little endian."""
 

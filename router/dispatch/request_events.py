@@ -70,7 +70,8 @@ class DeadlinePassed(Event, frozen=True, gc=False):
 class RequestDenied(Event, frozen=True, gc=False):
     """Event: the request ends without a node.
 
-    Causes are a wrong model name, the quota, the queue, the deadline, a refusal of all nodes, or a stopping dispatcher.
+    Causes are a wrong model name, the quota, the queue, the deadline, a refusal that holds in the whole cluster, or a
+    stopping dispatcher.
     """
 
     outcome: Refused | RequestFailure
@@ -99,7 +100,7 @@ class AttemptLost(OfAttempt, frozen=True, gc=False):
     kind: LossKind
     """Why: the node stops or was lost, its engine ended, or its memory does not suffice."""
     cause: RequestFailure
-    """Failure of this attempt, with which the request ends if it may not be tried again (`can_recover`)."""
+    """Failure of this attempt, with which the request ends if it may not be tried again (`recovery.can_recover`)."""
     stranded: RequestFailure | None = None
     """Failure with which the request ends because no other node can continue or restart it; None if one can."""
 

@@ -100,7 +100,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     """State of one request with its attempts. All times are monotonic seconds, as `now` of `step`."""
 
     since: float
-    """Start of the current state."""
+    """Monotonic time in seconds at which the current state began."""
     state: RequestState = RequestState.NEW
     attempt: int = 0
     """Number of the current attempt; 0 if there is none."""
@@ -109,7 +109,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     node_name: str = ""
     """Name of the node of the current attempt, or of the last one; empty before the first."""
     newest: int = 0
-    """Highest attempt number so far."""
+    """Highest attempt number so far; 0 before the first attempt."""
     attempts: int = 0
     """Number of attempts, undelivered ones included."""
     in_a_row: int = 0
@@ -125,11 +125,11 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     a cause.
     """
     first_at: float | None = None
-    """Time of the first token of any attempt; None before."""
+    """Monotonic time in seconds of the first token of any attempt; None before."""
     origin: "RequestLife | None" = None
     """State before an attempt from the queue or from another node, until its frame is delivered; None otherwise."""
     outcome: Outcome | None = None
-    """Outcome; None before the end."""
+    """Outcome of the request; None before its end."""
 
     def check(self) -> None:
         """Raise `InvariantError` if two values contradict each other."""

@@ -1,8 +1,8 @@
 """ASGI app of the router: serves the routes of inference, model lists and health. Other paths go to the control app.
 
 These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
-checked before a body is read, and a body is bounded before it is parsed. Every end of a request
-closes its `ActiveRequest`, which releases the reservation and notifies the node.
+checked before a body is read, and a body is bounded before it is parsed. At the end of an exchange each of its
+`ActiveRequest`s is closed: one without an outcome is cancelled on its node.
 """
 
 import asyncio
@@ -201,7 +201,7 @@ class RouterApp:
         await respond.generate(exchange, self._dispatcher, parsed, [replace(specs[0], may_leave_pool=True)], forward)
 
     def _may_forward(self, specs: Sequence[RequestSpec]) -> bool:
-        """Return whether an upstream may take a request: it has one prompt and perhaps names an alias."""
+        """Return whether an upstream may take a request: it has one prompt, and may name an alias with an upstream."""
         dispatcher = self._dispatcher
         return len(specs) == 1 and dispatcher.names.may_mean_upstream(specs[0].demand.model, dispatcher.view)
 

@@ -64,7 +64,7 @@ class Exchange:
         self.status = status
 
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
-        """Send a whole JSON answer; a HEAD request gets only its headers."""
+        """Send a whole JSON answer, with `headers` in addition to those of each answer. A HEAD request gets no body."""
         self.status = status
         head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.build_id_headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})

@@ -59,7 +59,7 @@ class EventSource(Protocol):
         ...
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the write buffer of the client's transport is full."""
+        """Record whether the write buffer of the client's transport is full (`blocked`)."""
         ...
 
     @property

@@ -89,7 +89,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     code: RefusalCode | None = None
     """Refusal code of `why`; None if the node is feasible."""
     need: int = 0
-    """Bytes that the request needs on the node."""
+    """Estimated bytes that the request adds to the node's memory, with the weights that the node must load for it."""
     headroom: int | None = None
     """Bytes of headroom minus `withheld`; None if the memory cannot be read; `need` if `Memory.guard` is False."""
     withheld: int = 0
@@ -108,7 +108,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     model: Model | None = None
     """Requested model on this node; None if the node does not have it or is excluded by id or label."""
     weights: int = 0
-    """Part of `need` that a load takes, in bytes."""
+    """Bytes of `need` for weights that the node must load; 0 if its report counts them already."""
     cached_share: float = 0.0
     """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
     tokens_ahead: int = 0
@@ -123,7 +123,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     delay: float = 0.0
     """Sum of the seconds by which this request delays the prompts of other requests on the node, plus weighted stalls.
 
-    The stalls are those of running rows, with the weight `ROW_WEIGHT`.
+    The stalls are those of running rows, with the weight `weights.ROW_WEIGHT`.
     """
 
     @property
@@ -138,7 +138,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def most_bytes(self) -> int:
-        """Bytes that a request with its model could take on the node, without other requests and models."""
+        """Maximum bytes of a request with its model on the node, if the node had no other requests and models."""
         return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:
@@ -173,8 +173,8 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
     refused: Refused
     candidates: tuple[Candidate, ...]
     candidate: Candidate | None = None
-    """Node that gets the request all the same, without a reservation, because only that node can know; None if there is
-    none.
+    """Node that gets the request all the same, without a reservation, because only that node can tell whether it fits;
+    None if there is none.
 
     There are two cases. By the estimate no member could ever hold the request, and this node can count it exactly. Or
     the model is loaded nowhere, and this node may unload idle models for it.
@@ -191,7 +191,8 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     lost: Collection[NodeId] = ()
     """Nodes that were lost or stopped while they had the request, until they are ready again."""
     waiting: int = -1
-    """Number of the queued request, whose own hold does not count against it; -1 for none."""
+    """Arrival number of the queued request (`ActiveRequest.number`), whose own hold does not count against it; -1 for
+    none."""
     version: ModelVersion | None = None
     """Only version of the model that may take the request; None allows any.
 

@@ -1,4 +1,4 @@
-"""Immutable view of the cluster for one placement decision, rebuilt at every report.
+"""Immutable view of the cluster for placement. A report or a changed member leads to a new view.
 
 `sanitize_report.build_node_view` builds the view of a node from its report.
 """
@@ -27,7 +27,7 @@ from wire.report import (
 from wire.video import VideoState
 
 MAX_REPORT_AGE_SECONDS = 3.0
-"""Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
+"""Maximum age, in seconds, of a node's newest report for placement: three heartbeats of an idle node."""
 MAX_NAME_PREFIXES = 3
 """Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
 
@@ -56,7 +56,7 @@ def _estimate_load_seconds(model: Model) -> float:
 
 @dataclass(frozen=True)
 class NodeView:
-    """State of one member for placement: its membership, and its newest report without impossible values.
+    """State of one listed node for placement: its membership, and its newest report without impossible values.
 
     `build_node_view` builds it. Fields with the name of a field of `wire.frames.Report` have its meaning.
     """
@@ -116,7 +116,7 @@ class NodeView:
 
     @cached_property
     def takes_requests(self) -> bool:
-        """Whether the node takes new requests by its state and its report, as long as the report is new enough."""
+        """Whether the node takes new requests by its state and its report. The age of the report is not checked."""
         state, engine = self.state, self.engine.state
         return state == NodeState.READY and not self.cordoned and not self.draining and engine == "ready"
 
@@ -148,14 +148,17 @@ class ModelIdentity:
 
     @cached_property
     def has_conflict(self) -> bool:
-        """Whether members have different models under this name."""
+        """Whether members that can load a model of this name have different versions of it."""
         return len(self.holders) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Immutable view of all members. Sleeping and lost members are included, because they count for "could ever
-    fit"."""
+    """Immutable view of all listed nodes.
+
+    Sleeping and lost nodes are included, because they count for "could ever fit". A node that has left is included
+    until it is deleted.
+    """
 
     nodes: tuple[NodeView, ...] = ()
     _identities: dict[str, ModelIdentity] = field(
@@ -170,8 +173,7 @@ class ClusterView:
         fingerprint comes last.
 
         Sleeping members count; members that have left or cannot load the model do not
-        (docs/decisions/0020-one-name-one-model.md). A changed state of a member changes the choice only if a version
-        gains its first or loses its last member that can serve.
+        (docs/decisions/0020-one-name-one-model.md).
         """
         identity = self._identities.get(name)
         if identity is None:
@@ -179,7 +181,7 @@ class ClusterView:
         return identity
 
     def has_model(self, name: str) -> bool:
-        """Return whether some member knows a model of exactly this name, also one that it cannot load."""
+        """Return whether some listed node knows a model of exactly this name, even if it cannot load it."""
         for node in self.nodes:  # noqa: SIM110  runs for every request, and a generator takes twice the time
             if name in node.models:
                 return True
@@ -200,20 +202,20 @@ class ClusterView:
 
     @property
     def conflicts(self) -> list[str]:
-        """Names under which members have different models, sorted."""
+        """Names of `get_served_models` with a conflict (`ModelIdentity.has_conflict`), sorted."""
         return sorted(name for name in self.get_served_models() if self.identify(name).has_conflict)
 
     def get_models(self) -> dict[str, Model]:
-        """Return every model that some member knows, by name. Of several versions the served one is returned."""
+        """Return every model that some listed node knows, by name. Of several versions the served one is returned."""
         return self._select_models(lambda _: True)
 
     def get_served_models(self) -> dict[str, Model]:
-        """Return every model that some member has loaded or can load, by name. Of several versions the served one is
-        returned."""
+        """Return every model that some listed node has loaded or can load, by name. Of several versions the served one
+        is returned."""
         return self._select_models(lambda model: not model.cause)
 
     def get_loaded_models(self) -> dict[str, Model]:
-        """Return every model that some member has loaded, by name. Of several versions the served one is
+        """Return every model that some listed node has loaded, by name. Of several versions the served one is
         preferred."""
         return self._select_models(lambda model: model.loaded)
 
@@ -226,7 +228,7 @@ class ClusterView:
         return models
 
     def find_node(self, node_id: NodeId) -> NodeView | None:
-        """Return the view of one node; None if the node is not a member."""
+        """Return the view of one node; None if the node is not listed."""
         return next((node for node in self.nodes if node.id == node_id), None)
 
 

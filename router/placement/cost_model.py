@@ -3,9 +3,9 @@
 The time of a node is the expected time to the first token of the request, plus two costs. The first cost is the wait
 that the request adds to the prompts queued behind it. The second, with less weight, is the duration of the answer next
 to the running rows, and the time for which those rows stall. Prompts on a node alternate between the shortest and the
-oldest, and prefill is slower while rows decode. A short prompt therefore does not wait for a long one, and its time is
-not the sum of all prompts in front of it. When all decode rows are taken, enough requests have to end first, and they
-end one at a time.
+oldest, and prefill is slower while rows decode. A short prompt therefore does not wait for all of a long one. Its time
+is less than the sum of all prompts in front of it. When all decode rows are taken, enough requests have to end first,
+and they end one at a time.
 
 For a model that is not loaded, the load time is added to the time to the first token.
 """
@@ -30,9 +30,9 @@ def estimate_times(
 ) -> tuple[float, float, float]:
     """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
 
-    The delay is `Candidate.delay`. `output_tokens` is the number of answer tokens for each of `choices`. `engine` is
-    the state of the node's engine, and `account` has the requests of this router on the node. `tokens_ahead` is the
-    number of queued tokens in front of the request.
+    The delay is `Candidate.delay`. The node must prefill `prefill_tokens` for the request, and generate `output_tokens`
+    for each of its `choices`. `engine` is the state of the node's engine, and `account` has the requests of this router
+    on the node. `tokens_ahead` is the number of queued tokens in front of the request.
     """
     model, running, taken_rows = served.model, engine.running, account.rows
     speed = model.prefill_speed

@@ -19,7 +19,7 @@ class ModelDemand:
         self._counts: dict[str, tuple[float, float]] = {}
 
     def record_request(self, model: str, now: float) -> None:
-        """Record a request for a model."""
+        """Record a request for a model that arrived at `now`. Above `MAX_MODELS`, forget the least demanded model."""
         last = self._counts.get(model)
         if last is not None:
             self._counts[model] = (1.0 + last[0] * 0.5 ** ((now - last[1]) / HALF_LIFE_SECONDS), now)

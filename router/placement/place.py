@@ -1,11 +1,10 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum
-(`wire.capacity.model_needs.ModelNeeds`). It contains the KV of the prompt and of the expected output for
-every choice. It also contains the largest transient of a prefill chunk or a decode step, and the weights of a model
-that is not loaded. For a long text, `need` is at least the memory of its tokenization. A node is feasible only if all
-of this holds.
+Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.model_needs.ModelNeeds`). It
+contains the KV of the prompt and of the expected output for every choice. It also contains the largest transient of a
+prefill chunk or a decode step, and the weights of a model that is not loaded. For a long text, `need` is at least the
+memory of its tokenization, minus the weights of a load in progress. A node is feasible only if all of this holds.
 
 The request and its API key allow the node. The node is ready, not cordoned, not draining and has a fresh report, and
 its engine runs. The node serves the model, in the version, kind and features that the request needs, with a context

@@ -7,16 +7,16 @@ deepest hash known for a node gives the share of the prompt that needs no prefil
 expected there (`place`): memory is counted as if nothing were cached. Where the queue of a warm node costs more than
 the cache saves, another node is sooner. A wrong estimate therefore costs time, never safety.
 
-Nodes reuse a prefix only for the key that sent it, and chains belong to a key as well (`cache_scope`). The prompts of
-one key therefore change no placement of another key.
+Nodes reuse a prefix only within its scope, usually an API key, and chains belong to a scope as well (`cache_scope`).
+Apart from shared system prompts, the prompts of one key therefore change no placement of another key.
 
 A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`). The name is used where the chain finds
-less. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Every
-answer corrects the factor, because some clients send one `user` for everything.
+less. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Each
+further prompt on the same node corrects the factor, because some clients send one `user` for everything.
 
-The index is bounded (`MAX_ENTRIES`) and removes the least recently used entry first. An entry is removed when the node
-reports that it evicted the prompt. All entries of a node are removed when the node is gone, or when its engine restarts
-without the same disk cache.
+The index is bounded (`MAX_ENTRIES`) and removes the least recently recorded entry first. An entry is removed when the
+node reports that it evicted the prompt. All entries of a node become invalid when the node is gone, or when its engine
+restarts without the same disk cache. The same holds if a report does not name all evictions.
 """
 
 from collections import OrderedDict
@@ -140,7 +140,8 @@ class PrefixAffinity:
     ) -> None:
         """Record that a node has prefilled a prompt, of which `cached_tokens` were in its prefix cache.
 
-        Nothing is recorded without a `prompt_hash`, because the node then caches nothing, and for a chain without text.
+        Nothing is recorded without a `prompt_hash`, because the node then caches nothing, and for a prompt without
+        messages.
         """
         if not prompt_hash or not chain.size:
             return

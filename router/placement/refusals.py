@@ -1,4 +1,4 @@
-"""Refusals of placement: why no node takes a request, with the numbers and the next step.
+"""Refusals of placement: why no node takes a request.
 
 "Can never fit" needs an exact count of the prompt, or a final refusal by every node with the model. It also requires
 that no member could hold the request, including sleeping and absent members.
@@ -99,7 +99,8 @@ def _refuse_load_failed(known: list[NodeView], request: ResourceDemand, causes: 
 
 
 def _name_missing_features(serving: list[NodeView], request: ResourceDemand) -> str:
-    """Name the features that no member offers with this model, in any state; empty when one member offers all."""
+    """Name the requested features that no member offers with this model, in any state. Name all of them if no member
+    offers all together; return an empty text if one does."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
         return ""

@@ -8,20 +8,19 @@ reservation has three states:
                  └───────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
 Open bytes count in `get_unacknowledged_bytes`. Settled bytes do not, because `memory.reserved` of the report contains
-them. Requests of both states count in `count_in_flight`.
-`Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
-A short later prompt may be committed and acknowledged before a long earlier one.
+them. Requests of both states count in `count_in_flight`. `Admitted` is required in addition to `acked_seq`, because
+prompts are counted out of order. A short later prompt may be committed and acknowledged before a long earlier one.
 
-Invariants: a request holds at most one reservation, and every reservation is released exactly once. A duplicate end
-releases nothing.
+Invariants: an attempt of a request holds at most one reservation, and every reservation is released exactly once. A
+duplicate end releases nothing.
 
 A reservation includes the weights of a model that the request makes its node load. From the first report that shows the
 running load, that report counts the weights and the reservation does not.
 
 A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take that
-room. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
-most one hold, because a key with many waiting requests would keep all other keys out of all nodes. Requests that have
-lost a node, and requests for which a node swaps models, have a hold in addition.
+room. A node has at most one such hold, because two waiting requests would keep each other out of an empty node. A key
+has at most one such hold, because a key with many waiting requests would keep all other keys out of all nodes. Holds of
+requests that have lost a node, or for which a node swaps models, do not count for these limits.
 """
 
 from dataclasses import dataclass, field
@@ -48,11 +47,12 @@ class Reservation(msgspec.Struct, gc=False):
     seconds: float = 0.0
     """Expected prefill time of the prompt on that node, in seconds."""
     weights: int = 0
-    """Bytes of a model that the node loads for the request, until its report counts them."""
+    """Bytes of weights that the node must load for the request; 0 without a load, and once the node's report counts
+    them."""
     rows: int = 1
     """Decode rows: one for each choice."""
     admitted: bool = False
-    """Whether the node has committed memory."""
+    """Whether the node has committed memory for the request."""
     settled: bool = False
     """Whether the node's report counts the reservation."""
 
@@ -139,9 +139,9 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     name: str
     """Display name of the node."""
     model: str
-    """Model to load."""
+    """Name of the model that the node loads."""
     leaving: frozenset[str]
-    """Models to unload."""
+    """Names of the models that the node unloads."""
     request: int
     """Number of the queued request for which the node swaps."""
     began: float

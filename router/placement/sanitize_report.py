@@ -31,7 +31,7 @@ from wire.report import (
 from wire.video import LeaseState, VideoPackage, VideoState
 
 UNMEASURED_PREFILL = 200.0
-"""Prefill speed of a node without a measurement, in tokens per second: slow, because measured nodes go first."""
+"""Prefill speed of a node without a measurement, in tokens per second. It is low: measured nodes are preferred."""
 UNMEASURED_DECODE = 20.0
 """Decode speed of a node without a measurement, in tokens per second."""
 UNMEASURED_RATIO = 4.0
@@ -49,7 +49,7 @@ MAX_MODELS = 512
 MAX_TEXT_CHARS = 300
 """Maximum characters of a text in a report."""
 MAX_BYTES = 2**60
-"""Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
+"""Maximum of each size of a model or a video package, in bytes: a sum of a few sizes must stay a 64-bit integer."""
 MAX_QUANTIZATION_CHARS = 20
 """Maximum characters of the name of a quantization."""
 MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
@@ -280,7 +280,7 @@ def _sanitize_size(size: int | None) -> int | None:
 
 
 def _make_printable(text: str) -> str:
-    """Return a node's text without control characters and escape sequences, cut to `MAX_TEXT_CHARS` characters."""
+    """Return the first `MAX_TEXT_CHARS` characters of a node's text, with `?` for each unprintable one."""
     text = text[:MAX_TEXT_CHARS]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 

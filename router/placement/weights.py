@@ -52,7 +52,7 @@ MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0
 """Maximum of an estimated Retry-After, in seconds: official SDKs ignore longer waits."""
 UNKNOWN_RETRY_SECONDS = 2.0
-"""Retry-After in seconds where no estimate exists: two reports of an idle node."""
+"""Retry-After in seconds where no estimate exists: twice the interval of an idle node's reports."""
 QUEUE_BACKLOG_SECONDS = 5.0
 """Prefill backlog of the best node, in seconds, above which a request of a greedy key is queued.
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from wire.report import CacheState
 
 CACHE_SHARE = 0.15
-"""Maximum share of the memory that ended chats may use together: of the cap minus the loaded weights."""
+"""Maximum share of the cap minus the loaded weights that ended chats may use together."""
 MAX_EVICTIONS_REPORTED = 64
 """Maximum keys of evicted chats in a report."""
 MAX_KEY_BYTES = 32

@@ -57,7 +57,7 @@ class NodeForecast:
     def can_ever_hold(self, turn: ConversationTurn, now: float) -> bool:
         """Return whether a request with its complete answer would fit on the idle node, without other models or leases.
 
-        Return False if the node does not have the model.
+        `now` is in virtual seconds. Return False if the node does not have the model.
         """
         model = self._models.get(turn.model)
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)

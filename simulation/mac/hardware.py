@@ -18,7 +18,7 @@ from wire.units import GIB
 MEASURED_BILLIONS = 6.74
 """Parameters of the measured model, in billions."""
 MEASURED_BYTES = 3.83e9
-"""Bytes of the measured model's weights."""
+"""Size of the measured model's weights, in bytes."""
 BATCH_COST = 0.15
 """Time that each further row adds to a decode step, as a share of the time to read the weights."""
 METAL_SHARE = 0.75
@@ -35,9 +35,9 @@ class Chip:
     """Speeds of an Apple chip in tokens per second, with the model of `MEASURED_BILLIONS` parameters in 4 bits."""
 
     prefill: float
-    """Prompt tokens per second."""
+    """Prompt tokens per second in prefill of the measured model."""
     decode: float
-    """Generated tokens per second, with one row."""
+    """Generated tokens per second of one row of the measured model."""
 
 
 CHIPS = MappingProxyType(

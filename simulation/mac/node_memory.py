@@ -27,7 +27,7 @@ class NodeMemory:
         """Highest footprint of all reports in bytes; 0 before the first."""
 
     def read(self, now: float, *, reported: bool = False) -> Memory:
-        """Return the memory at `now`.
+        """Return the memory at `now` (virtual seconds).
 
         With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Otherwise it counts
         as reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
@@ -70,16 +70,19 @@ class NodeMemory:
     # the gate
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Return the refusal if `estimate` bytes in addition to the commitments do not fit, None if they fit.
+        """Return the refusal if `estimate` bytes in addition to the commitments do not fit at `now` (virtual seconds),
+        else None.
 
         Ended chats are evicted and idle models unloaded if that makes room. `site` has no effect.
         """
         return self.check_for(estimate, now, None)
 
     def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
-        """Return the refusal if `need` bytes in addition to the commitments do not fit, None if they fit.
+        """Return the refusal if `need` bytes in addition to the commitments do not fit at `now` (virtual seconds), else
+        None.
 
-        Ended chats are evicted and idle models unloaded if that makes room, except the model `keep`.
+        Ended chats are evicted and idle models unloaded if that makes room. The model `keep` is never unloaded; None:
+        any may be.
         """
         if isinstance(judge(self.read(now), need), Fits):
             return None
@@ -110,7 +113,7 @@ class NodeMemory:
     # changes
 
     def change_lease(self, size: int, now: float) -> bool:
-        """Lease `size` bytes to a video. Return False and change nothing if they do not fit.
+        """Lease `size` bytes to a video at `now` (virtual seconds). Return False and change nothing if they do not fit.
 
         Chats are evicted and idle models unloaded if that makes room. A negative size ends a lease of that size.
         """

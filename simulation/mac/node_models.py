@@ -30,9 +30,9 @@ class SimulatedModel:
     loaded: bool = False
     """Whether the model is in memory."""
     used: float = 0.0
-    """Time at which a request for this model was last admitted or ended; 0 before the first."""
+    """Virtual time in seconds at which a request for this model was last admitted or ended; 0 before the first."""
     ready_at: float = 0.0
-    """Time at which the running load of this model ends; 0 if no load of this model runs."""
+    """Virtual time in seconds at which the running load of this model ends; 0 if no load of this model runs."""
     loading: bool = False
     """Whether the model is being loaded, or waits for its turn to load."""
     holds: int = 0
@@ -44,11 +44,11 @@ class SimulatedModel:
         return self.loaded and not self.holds
 
     def add_request(self, now: float) -> None:
-        """Count a request, which keeps the model in memory until its end."""
+        """Count a request that was admitted at `now` (virtual seconds). It keeps the model in memory until its end."""
         self.holds, self.used = self.holds + 1, now
 
     def remove_request(self, now: float) -> None:
-        """Count the end of a request."""
+        """Count the end of a request at `now` (virtual seconds)."""
         self.holds, self.used = self.holds - 1, now
 
     def request_load(self) -> None:
@@ -56,7 +56,7 @@ class SimulatedModel:
         self.loading = True
 
     def start_load(self, now: float) -> None:
-        """Start the load at `now`: set the time at which it ends."""
+        """Start the load at `now` (virtual seconds): set the time at which it ends."""
         self.ready_at = now + max(MIN_LOAD_SECONDS, self.model.load_seconds)
 
     def end_load(self) -> None:
@@ -145,7 +145,8 @@ class NodeModels:
         return {name: (model.spec.active, model.model.kv_per_token) for name, model in self._models.items()}
 
     def load(self, model: SimulatedModel, now: float) -> None:
-        """Load a model after all models whose load was requested before. Ignore a model that is loading.
+        """Request the load of a model at `now` (virtual seconds), after all loads that were requested before. Ignore a
+        model that is loading.
 
         The model must not be in memory. Room for its weights is not checked.
         """

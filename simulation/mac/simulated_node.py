@@ -1,8 +1,8 @@
 """Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
 
-Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module has the parts of
-the node: the link, reports, model loads, ended chats, leases. Models load one at a time, and idle models are unloaded
-for them. Ended chats are evicted before a request is refused. `wire.capacity.arithmetic` makes every decision.
+Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module admits requests
+and sends reports. `node_models` loads models, `node_memory` decides about memory by the arithmetic of the gate, and
+evicts ended chats and idle models before a request is refused.
 
 Not modelled: texts, transients beyond one number for each model, preflight on a second thread, and other programs.
 """
@@ -83,7 +83,7 @@ class SimulatedNode:
         self._due = 0.0
         self._acked = self._sequence = 0
         self.dirty = True
-        """Whether the state has changed since the last report. A node with requests is always dirty."""
+        """Whether the state has changed since the newest report. A node with requests is always dirty."""
 
     @property
     def loads(self) -> int:
@@ -228,7 +228,7 @@ class SimulatedNode:
         self._changed()
 
     def flush(self) -> None:
-        """Send all generated tokens that were not sent yet. A real node sends each token at once."""
+        """Send all generated tokens that were not sent yet."""
         now = self._interrupt()
         self._emit(self._engine.batch.flush(), now)
 
@@ -266,7 +266,7 @@ class SimulatedNode:
         self._settle(max(self._loop.time(), self._due))
 
     def drop_requests(self) -> None:
-        """Delete all requests without a frame to the router, because the link is lost."""
+        """Delete all requests because the link is lost. The router gets no frames about them."""
         now = self._interrupt()
         for request in list(self._requests.values()):
             self._engine.preemptor.drop(request.sequence, now)

@@ -19,7 +19,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
 from tests.support.cluster.hosts import NET
 from tests.support.cluster.lab import WINDOW, WORK, Lab, opened_lab
-from tests.support.processes import CLI, environment, until
+from tests.support.processes import CLI, environment, pool, until
 from tests.support.video.chain import until_ray
 from tests.support.video.standin import CLIP, standin
 from tests.support.video.studio import words
@@ -67,6 +67,29 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     again = [each.result() for each in [lab.chat(5, 20) for _ in range(16)]]
     assert "macbook" in {chat.node for chat in again}
     assert all(chat.words == 20 for chat in again)
+
+
+def test_of_two_clusters_on_one_network_a_token_joins_its_own(lab: Lab, tmp_path: Path) -> None:
+    lab.up()
+    with pool(tmp_path) as other, lab.hosts[2].threads(1) as there:
+        other.call = lambda ask: there.submit(ask).result()
+        other.up(
+            "http.tls=off",
+            "cluster.name=second",
+            listen="0.0.0.0:8080",
+            cluster_listen="0.0.0.0:8081",
+            bonjour=True,
+            wrap=lab.hosts[2].enter(),
+        )
+        refused = lab.join("macbook", 3, token=False, wait=False)
+        assert refused.popen.wait(30) == 2
+        error = (lab.pool.folder / "macbook.err").read_text()
+        assert "Bonjour found several clusters" in error
+        assert {f"{NET}.1:8081", f"{NET}.2:8081"} <= set(error.replace(",", " ").split())
+        other.join("mini", wrap=lab.hosts[3].enter(), url=False)
+        assert [node["name"] for node in other.nodes_now()] == ["mini"]
+        lab.join("macbook", 4)
+        assert [node["name"] for node in lab.pool.nodes_now()] == ["macbook"]
 
 
 @pytest.mark.nightly

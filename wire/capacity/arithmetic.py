@@ -39,15 +39,16 @@ from wire.report import (
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
-"""Default margin divided by the cap."""
+"""Share of the cap that the default margin takes, 0 to 1."""
 MAX_MARGIN_BYTES = 12 * GIB
-"""Maximum default margin."""
+"""Maximum of the default margin, in bytes."""
 MIN_MARGIN_BYTES = 512 * MIB
-"""Minimum default margin."""
+"""Minimum of the default margin, in bytes."""
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
-"""Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
+"""Margin of a profiled node divided by its residual: the default of 12 GiB divided by the excess of 10.6 GiB that it
+covers."""
 MIN_PROFILED_MARGIN_SHARE = 0.02
 """Minimum margin divided by the cap, if every loaded model has a profile."""
 KV_GROWTH_TOKENS = 64
@@ -353,12 +354,14 @@ def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens
 
 
 def compute_most_bytes(memory: Memory) -> int:
-    """Return the bytes that weights, rows and transients may take together: cap − margin − `Memory.base`."""
+    """Return the bytes that weights, rows and transients may take together: cap − margin − `Memory.base`; may be
+    negative."""
     return memory.cap - memory.margin - memory.base
 
 
 def compute_most_weights(memory: Memory) -> int:
-    """Return the bytes that a model load may take at most: cap − `Memory.base`, without the margin (`judge_load`)."""
+    """Return the maximum bytes of a model load: cap − `Memory.base`, without the margin (`judge_load`); may be
+    negative."""
     return memory.cap - memory.base
 
 

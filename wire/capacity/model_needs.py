@@ -56,7 +56,7 @@ class ModelNeeds:
         self._is_measured = bool(forward.floor or model.uncovered)
 
     def estimate(self, prompt_tokens: int, output_tokens: int, choices: int) -> int:
-        """Return the bytes that a request needs in addition to the weights: KV of all choices, and transient."""
+        """Return the bytes that a request needs in addition to the weights: KV of all choices, and transient bytes."""
         length, best, row_bytes = prompt_tokens + output_tokens, None, 0
         for batch in self._batches:
             if length > batch.longest:

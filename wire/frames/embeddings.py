@@ -13,7 +13,7 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames.frame import Frame
 
 MAX_INPUTS = 2048
-"""Maximum texts of one request."""
+"""Maximum number of texts in one Embed."""
 MAX_VECTORS_BYTES = 48 * 1024
 """Maximum bytes of the vectors of one frame, and of one vector: 12,288 numbers. The frame is below
 `wire.codec.MAX_PLAIN_BYTES`, because a fragmented frame could be overtaken by the Finished of its request."""
@@ -29,7 +29,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     seq: Number
-    """Sequence number, as in Generate."""
+    """Sequence number, which grows with every Generate and Embed."""
     request_id: Word
     """Request id for logs, as the client knows it."""
     model: Word
@@ -43,7 +43,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     prompt: Word = ""
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
     weighted_key: WeightedKey = WeightedKey()
-    """Key for fair shares."""
+    """API key of the request, for the shares of the node's rows and memory (`wire.capacity.fairness`)."""
     query: Long = ""
     """Query that the documents are scored for; empty for embeddings."""
     max_tokens: Tokens = 0

@@ -54,7 +54,7 @@ class ReduceMemory(Frame, frozen=True, array_like=True, gc=False):
     poll: Number
     """Sequence number of the agent's memory poll, which the engine repeats in `EngineReport.enforced`."""
     level: MemoryLevel
-    """OVER_SOFT or OVER_HARD."""
+    """Limit that the engine exceeds: OVER_SOFT or OVER_HARD."""
     excess: Difference = 0
     """Bytes above cap − leases, with OVER_HARD; 0 with OVER_SOFT."""
 
@@ -77,9 +77,9 @@ class ModelBan(WireStruct, frozen=True, array_like=True, gc=False):
 
     model: Word
     seconds: Seconds
-    """Remaining time of the quarantine."""
+    """Seconds until the quarantine ends."""
     cause: Text
-    """Reason of the quarantine, for users."""
+    """Reason of the quarantine, as text for users."""
 
 
 class RestoreModels(Frame, frozen=True, array_like=True, gc=False):
@@ -94,7 +94,7 @@ class StopEngine(Frame, frozen=True, array_like=True, gc=False):
     frame after this one."""
 
     seconds: Seconds
-    """Time after which the engine exits in any state."""
+    """Seconds after which the engine exits in any state."""
 
 
 class RescanModels(Frame, frozen=True, array_like=True, gc=False):
@@ -108,11 +108,11 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Memory of the engine under the limits with the sequence number `limits_number`."""
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MESSAGES)]
     running: Natural
-    """Number of running requests."""
+    """Number of requests that run in the engine."""
     waiting: Natural
-    """Number of queued requests."""
+    """Number of requests that wait in the queue of the engine."""
     queued_tokens: Natural = 0
-    """Prompt tokens that are not prefilled yet."""
+    """Prompt tokens of the engine's requests that are not prefilled yet."""
     acked_seq: Number = 0
     """Highest `seq` of a Generate or Embed that the engine has admitted, queued or refused; 0 before the first.
     `memory.reserved` counts the admitted ones."""

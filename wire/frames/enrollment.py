@@ -71,9 +71,9 @@ class Enrolled(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the certificate of the new node. Last frame of an enrollment."""
 
     node: Word
-    """Id of the node."""
+    """Id of the new node."""
     certificate: Blob
-    """Certificate in DER."""
+    """Certificate of the new node in DER."""
     cluster: Word
     """Id of the cluster."""
 

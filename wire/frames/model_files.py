@@ -22,13 +22,13 @@ class ModelOrderPhase(StrEnum):
     """Files on the disk are compared with the manifest."""
     DOWNLOADING = "downloading"
     VERIFYING = "verifying"
-    """Content is hashed."""
+    """The content of files is hashed."""
     SERVING = "serving"
     """The mirror listens; `addresses` has its URLs."""
     LEASING = "leasing"
     """The node makes room for a lease of memory."""
     QUANTIZING = "quantizing"
-    """Weights are quantized and written."""
+    """The weights are quantized and written."""
 
 
 class ModelOrderCode(StrEnum):
@@ -45,7 +45,7 @@ class ModelOrderCode(StrEnum):
     SOURCE_LOST = "source_lost"
     """No source can be reached any more. The received pieces stay on the disk."""
     CONTENT_MISMATCH = "content_mismatch"
-    """The content does not have the digest of the manifest, or in a verification that of its blob name."""
+    """The digest of a file's content differs from the manifest, or in a verification from the name of its blob."""
     INVALID = "invalid"
     """The order cannot be performed, for example an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"
@@ -83,7 +83,7 @@ class ServeModel(Frame, frozen=True, array_like=True, gc=False):
     order: Number
     manifest: ModelManifest
     token: Text
-    """Secret that a client must send."""
+    """Secret that a node must send to get the files."""
     idle: Seconds = 60.0
     relay: bool = False
     """Whether the coordinator relays this transfer (`JoinRelay`)."""
@@ -115,9 +115,9 @@ class QuantizeModel(Frame, frozen=True, array_like=True, gc=False):
     order: Number
     model: Word
     bits: Natural
-    """Bits of a quantized weight."""
+    """Bits of each quantized weight in the result."""
     name: Word
-    """Name of the result."""
+    """Name of the quantized model."""
 
 
 class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
@@ -137,7 +137,7 @@ class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
     token: Text
     """Token of the transfer."""
     serves: bool
-    """Whether the node serves the files."""
+    """Whether the node serves the files; else it gets them."""
 
 
 class RelayJoined(Frame, frozen=True, array_like=True, gc=False):
@@ -183,7 +183,7 @@ class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):
     code: Word
     """A `ModelOrderCode`, or the code of a newer node, which counts as `failed`."""
     message: ErrorText = ""
-    """Reason with the next step; empty after `completed`."""
+    """Reason, for a person; empty after `completed`."""
     content: Word = ""
     """Content hash of the model (`ModelVersion.content`), if its files were hashed; else empty."""
     fetched: Size = 0

@@ -130,31 +130,32 @@ The number 1.0 cannot do that, because a request without a penalty has it as wel
 
 
 class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
-    """Sampling parameters and limits of a request. None selects the default of the model."""
+    """Sampling parameters and limits of a request."""
 
     max_tokens: Tokens | None = None
     """Maximum generated tokens of each choice; None for the limit of the node, at most the context."""
     temperature: Real | None = None
-    """Divisor of the logits; 0: the most likely token."""
+    """Divisor of the logits; 0 selects the most likely token, None the default of the model."""
     top_p: Real | None = None
-    """Cumulative probability of the tokens to draw from; 1: of all tokens."""
+    """Cumulative probability of the tokens to draw from; 1 allows all tokens, None selects the default of the model."""
     seed: Signed | None = None
     """Seed of the draws; None for a random one."""
     stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop strings, which end a choice."""
     n: Natural = 1
-    """Number of choices."""
+    """Number of choices: answers to the same prompt."""
     top_k: Signed | None = None
-    """Number of most likely tokens to draw from; 0 or less: all tokens."""
+    """Number of most likely tokens to draw from; 0 or less allows all tokens, None selects the default of the model."""
     min_p: Real | None = None
-    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum."""
+    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum, None: the model's
+    default."""
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
     """Factor for the logits of tokens that occurred: positive logits are divided by it, negative ones multiplied. 1
     selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are subtracted."""
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
-    """Bias by token id."""
+    """Pairs of a token id and the number that is added to its logit."""
     logprobs: bool = False
     top_logprobs: Natural = 0
     """Number of alternatives for each token, if `logprobs` is set."""
@@ -194,7 +195,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     ids: Ids = ()
     """Prompt as token ids of the model, without chat template. The answer is content only, as with `text`."""
     weighted_key: WeightedKey = WeightedKey()
-    """Key for fair shares."""
+    """API key of the request, for the shares of the node's rows and memory (`wire.capacity.fairness`)."""
     fingerprint: Word = ""
     """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
     cache_scope: Word = ""
@@ -350,7 +351,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
     reasoning_tokens: Tokens = 0
-    """Completion tokens of reasoning."""
+    """Tokens of `completion_tokens` that belong to reasoning."""
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):

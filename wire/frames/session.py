@@ -48,7 +48,7 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     machine: Word
     """Machine id."""
     version: Word
-    """Version of Macpool."""
+    """Version of Macpool on the node."""
     hardware: Hardware
     takeover: bool = False
     """Whether this link replaces the link of the same instance without ending its requests."""
@@ -88,7 +88,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     time: Seconds
     """Unix time of the coordinator in seconds."""
     version: Word
-    """Version of Macpool."""
+    """Version of Macpool on the coordinator."""
     addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Addresses of the coordinator (`host:port`) for later connections."""
     generation: Number = 0
@@ -178,7 +178,7 @@ class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the new certificate. With this certificate the node opens a second link."""
 
     certificate: Blob
-    """Certificate in DER."""
+    """New certificate of the node in DER."""
 
 
 class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
@@ -193,8 +193,8 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     """`logs`, `artifact:LEASE/NAME` or `metrics`. The answer to `metrics` is all of `NodeMeasures` as msgpack: `offset`
     and `limit` have no effect."""
     offset: Difference = 0
-    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0. If a log was
-    rotated since, such an offset is one of the rotated file instead."""
+    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0; if the log
+    was rotated meanwhile, it is an offset in the rotated file."""
     limit: Size = 0
     """Maximum bytes of the window."""
 
@@ -208,7 +208,7 @@ class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
     payload: Blob
     """Next bytes of the answer; may be empty in the last part."""
     last: bool = False
-    """Whether this is the last part."""
+    """Whether this is the last part of the answer."""
     error: ErrorText = ""
     """Error that ended the answer; empty without an error."""
     next: Size = 0
@@ -235,6 +235,6 @@ class PauseNode(Frame, frozen=True, array_like=True, gc=False):
     """
 
     seconds: Seconds | None
-    """Duration; None until a person resumes the node, 0 to resume now."""
+    """Duration of the pause in seconds; None until a person resumes the node, 0 to resume now."""
     by: Text = ""
     """Name of the person or API key that paused the node."""

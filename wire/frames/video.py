@@ -35,7 +35,7 @@ class LeaseRequest(Frame, frozen=True, array_like=True, gc=False):
     job: Word
     model: Word
     size: Size
-    """Bytes to reserve."""
+    """Bytes to reserve for the worker."""
     spec: Blob
     """JSON object for the worker: `prompt`, and optionally `negative_prompt`, `width`, `height`, `frames`, `fps`,
     `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; default: the settings of the node)."""

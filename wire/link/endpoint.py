@@ -18,18 +18,18 @@ AF_UNIX = 1
 IPPROTO_TCP = 6
 """Protocol number of TCP, as in `socket`."""
 TCP_NODELAY = 1
-"""Socket option, as in `socket`."""
+"""Number of the socket option, as in `socket`."""
 NOTSENT_LOWAT_MACOS = 0x201
-"""TCP_NOTSENT_LOWAT of macOS."""
+"""Number of the socket option TCP_NOTSENT_LOWAT on macOS."""
 TCP_NOTSENT_LOWAT = NOTSENT_LOWAT_MACOS if sys.platform == "darwin" else 25
-"""Socket option that Python's socket module does not name (netinet/tcp.h on macOS, linux/tcp.h)."""
+"""Number of the socket option, which Python's `socket` does not have (netinet/tcp.h on macOS, linux/tcp.h)."""
 COALESCE_SECONDS, IMMEDIATE_WRITES = 0.002, 4
 """Seconds between two writes of a busy link, and the number of writes after a pause without that delay.
 
 A write and the wake-up of the peer cost as much CPU as the rest of a request; a single request must not be delayed.
 """
 TCP_RTO_MAX_MS = 44
-"""Socket option of Linux for `MAX_RETRANSMIT_MS`."""
+"""Number of the socket option of Linux that sets `MAX_RETRANSMIT_MS`."""
 MAX_RETRANSMIT_MS = 1000
 """Maximum milliseconds between two TCP retransmissions, on Linux 6.15 and later.
 
@@ -156,7 +156,7 @@ class LinkEndpoint:
         self.on_opened()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes; close the connection if more than MAX_UNSENT_BYTES wait for the peer."""
+        """Write bytes; abort the connection if more than MAX_UNSENT_BYTES wait for the peer."""
         if self.transport is None or self.transport.is_closing():
             return
         if self._paused:

@@ -18,7 +18,7 @@ PIECE_BYTES = 8 * 1024 * 1024
 MAX_PATH_CHARACTERS = 255
 """Maximum characters of a path in a repository."""
 MAX_PATH_PARTS = 8
-"""Maximum names in a path."""
+"""Maximum names in a path, separated by `/`."""
 
 _REPO = re.compile(
     r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?/[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
@@ -34,7 +34,7 @@ class ModelFile(WireStruct, frozen=True, array_like=True, gc=False):
     path: Word
     """Path below the root of the repository, with `/`."""
     size: Size
-    """Size in bytes."""
+    """Size of the file in bytes."""
     sha256: Word = ""
     """SHA-256 of the content, 64 hex digits; empty if the hub does not know it (files outside of LFS)."""
     git_sha1: Word = ""

@@ -35,15 +35,15 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a model that is not downloaded. Sizes are bytes."""
 
     architecture: str = ""
-    """`model_type` of the model's config."""
+    """`model_type` of the model's config; empty if unknown."""
     quantization: str = ""
-    """Quantization of the weights for display, as in `Model.quantization`."""
+    """Quantization of the weights for display, as in `Model.quantization`; empty if unknown."""
     weights: int = 0
-    """Bytes of the tensors once loaded."""
+    """Bytes of the tensors once loaded; 0 if unknown."""
     stored: int = 0
     """Bytes of the tensors on the disk."""
     context: int = 0
-    """Maximum tokens of a row."""
+    """Maximum tokens of a row; 0 if unknown."""
     kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
     """Parameters of the KV memory of a row."""
     transient: TransientModel = msgspec.field(default_factory=TransientModel)
@@ -82,6 +82,6 @@ class HubRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     code: str
     """A `wire.frames.ModelOrderCode`."""
     message: str
-    """One sentence with the next step, without secrets."""
+    """Text for a person, without secrets."""
     retry_after: float = 0.0
     """Minimum seconds before the next try; 0 if unknown."""

@@ -25,7 +25,8 @@ class BenchmarkBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str, Field(min_length=1, max_length=100)]
     force: bool = False
-    """Whether a node with other requests is measured. Its speeds are then lower."""
+    """Whether to measure a node that has other requests, which lower the measured speeds. Without it, a busy node is
+    refused."""
 
 
 class BenchmarkRoutes:

@@ -13,7 +13,7 @@ from coordinator.cluster.model_operations import ModelOperations
 
 
 class CacheBody(Body):
-    """Body of the deletion of cached prompts: the model and the node (name or id), or none for all."""
+    """Body of the deletion of cached prompts: the model, and the node (name or id). One that is absent means all."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     node: Annotated[str, Field(min_length=1, max_length=100)] | None = None

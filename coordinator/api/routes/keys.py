@@ -158,16 +158,16 @@ class KeyRoutes:
         """Return the requests and tokens of each key by model; with `daily`, per day.
 
         `key` is the id of the only key to return; without it, all keys are returned. `since` is the first day (UTC,
-        such as `2026-01-31`); without it, all stored days are included. Raise `StoreError` (503) if the counts up to
-        now cannot be stored.
+        such as `2026-01-31`); if empty, all stored days are included. Raise `StoreError` (503) if the counts up to now
+        cannot be stored.
         """
         return await self._answer_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> Response:
         """Return the requests and tokens of the calling key by model; with `daily`, per day.
 
-        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included. Raise
-        `StoreError` (503) if the counts up to now cannot be stored.
+        `since` is the first day (UTC, such as `2026-01-31`); if empty, all stored days are included. Raise `StoreError`
+        (503) if the counts up to now cannot be stored.
         """
         return await self._answer_usage(KEY.get(), since, daily=daily)
 

@@ -36,7 +36,8 @@ class LogRoutes:
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of the coordinator's log as text. With `follow`, stream new lines.
 
-        The stream ends when the key is revoked or expires. Raise `ProblemError` 503 if the log cannot be read.
+        Once the key is revoked, rotated or expired, the stream ends before its next piece. Raise `ProblemError` 503 if
+        the log cannot be read.
         """
         return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
@@ -48,8 +49,8 @@ class LogRoutes:
         """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
 
         `last` is the number of newest events. After an interruption, `Last-Event-ID` requests the missed events
-        instead. The stream ends when the key is revoked or expires. Raise `ProblemError` 503 if too many clients read
-        events.
+        instead. Once the key is revoked, rotated or expired, the stream ends before its next piece. Raise
+        `ProblemError` 503 if too many clients read events.
         """
         if self._events.full:
             text = f"{MAX_READERS} clients read the events, which is the limit: end one, or try again later"

@@ -54,7 +54,7 @@ class ModelRoutes:
             Route("GET", "/api/v1/models", "infer", self.models),
             Route("POST", "/api/v1/models/load", "admin", self.load, COMMAND_ERRORS, deferrable=True),
             Route("POST", "/api/v1/models/unload", "admin", self.unload, COMMAND_ERRORS, deferrable=True),
-            Route("POST", "/api/v1/models/profile", "admin", self.profile, COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/profile", "admin", self.profile, COMMAND_ERRORS, ends_with_client=True),
         )
 
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
@@ -135,8 +135,9 @@ class ModelRoutes:
         """Measure the memory of a model: on `node` if the body names one, else on every node that has the model loaded.
 
         If no node has it loaded, load it on the best node and measure it there. The answer has the measured values. If
-        one node fails, the message of the error names the nodes that succeeded. Raise `ProblemError`: 400 or 404 for a
-        wrong model or node, or the status of the refusal or failure.
+        one node fails, the message of the error names the nodes that succeeded. If the client disconnects, the
+        measurement ends; a load continues. Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of
+        the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))

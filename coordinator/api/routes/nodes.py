@@ -125,8 +125,8 @@ class NodeRoutes:
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of a node's log as text. With `follow`, stream new lines.
 
-        The log is fetched over the node's link. The stream ends when the key is revoked or expires. Raise
-        `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
+        The log is fetched over the node's link. Once the key is revoked, rotated or expired, the stream ends before its
+        next piece. Raise `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
         """
         fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (
@@ -228,7 +228,7 @@ class NodeRoutes:
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Replace the labels of a node, and return them. Keys can be limited to labels.
+        """Replace the labels of a node, and return them without repetitions. Keys can be limited to labels.
 
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.

@@ -94,8 +94,8 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        The stream sends at most twice per second, and ends when the key is revoked or expires. Raise `ProblemError` 503
-        if too many pages are open.
+        The stream sends at most twice per second, and ends once the key is revoked, rotated or expired. Raise
+        `ProblemError` 503 if too many pages are open.
         """
         if self._live.full:
             raise ProblemError(

@@ -23,7 +23,7 @@ CERTIFICATE = "application/x-pem-file"
 
 
 class PoolRoutes:
-    """Routes of the pool as a whole, such as the one of `cluster status`."""
+    """Routes of the pool as a whole, such as the route of `cluster status`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class PoolRoutes:
         return {"schema": 1, "conditions": self.list_active_conditions(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
-        """Return the newest `points` points of the load, of the pool and of each node; null for a gap.
+        """Return the newest `points` points of the load of the whole pool and of each node; null for a gap.
 
         There is a point every 10 seconds, and points of the last hour are kept.
         """
@@ -98,7 +98,7 @@ class PoolRoutes:
         )
 
     def read_load_history(self, points: int) -> dict[str, Any]:
-        """Return the newest `points` points of the load history, one per 10 seconds, of the pool and of each node."""
+        """Return the newest `points` points of the load of the whole pool and of each node, one per 10 seconds."""
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:

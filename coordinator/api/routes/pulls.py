@@ -32,7 +32,7 @@ STATUS: Mapping[str, int] = {
     ModelOrderCode.DISK_FULL: 507,
     ModelOrderCode.CONTENT_MISMATCH: 409,
 }
-"""Status of an order or query that failed, by its code; 500 for any other code."""
+"""HTTP status of a failed order or query, by its code; 500 for any other code."""
 _ERRORS = (403, 404, 409, 429, 500, 502, 507)
 
 
@@ -54,7 +54,7 @@ class PullBody(Body):
     True is refused together with `nodes`.
     """
     dry_run: bool = False
-    """Whether only the plan is returned."""
+    """Whether the plan is returned and no pull is started."""
 
 
 class ModelFilesBody(Body):

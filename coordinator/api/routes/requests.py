@@ -46,7 +46,7 @@ class PlacementBody(Body):
 
 
 class RequestRoutes:
-    """Routes of `cluster place` and `cluster explain`."""
+    """Routes of `cluster place`, `cluster explain` and `cluster replay`."""
 
     def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
@@ -91,8 +91,10 @@ class RequestRoutes:
     def _preview(
         self, demand: ResourceDemand, target: ModelTarget
     ) -> tuple[str, Placement | NoPlacement, list[PassedOver]]:
-        """Return the model, its placement, and the candidates of an alias before it. Without a placement the model is
-        the first candidate."""
+        """Return the model, its placement, and the candidates of an alias before it.
+
+        Without a placement, the model is the first candidate, and all candidates of an alias were passed over.
+        """
         passed_over: list[PassedOver] = []
         results: list[NoPlacement] = []
         for model in target.candidates:
@@ -115,10 +117,10 @@ class RequestRoutes:
         ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
-        """Return the record of a request: phase or end, steps, and placement decisions.
+        """Return the records of all requests with this id: phase or end, steps, and placement decisions.
 
-        Each decision has the memory arithmetic of every node. Raise `ProblemError` 404 if nothing is stored about the
-        request.
+        A decision has the memory arithmetic of its stored candidates (`MAX_CANDIDATES_KEPT`). Raise `ProblemError` 404
+        if nothing is stored.
         """
         history = self._traffic.history
         records, decisions = history.find_requests(request_id), history.find_decisions(request_id)

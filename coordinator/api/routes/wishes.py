@@ -27,9 +27,9 @@ from router.errors import Problem, build_invalid
 from wire.identity import NodeId, is_valid_model
 
 MAX_WISHES = 100
-"""Maximum wishes of a pool."""
+"""Maximum wishes of a pool. A further wish is refused with 409."""
 MAX_IDLE_SECONDS = 30 * 86400.0
-"""Maximum of `WishBody.idle_unload_seconds`."""
+"""Maximum of `WishBody.idle_unload_seconds`: 30 days."""
 _Text = Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
 _Texts = Annotated[list[_Text], Field(max_length=100)]
 
@@ -38,9 +38,9 @@ class WishBody(Body):
     """Body with all properties of a wish. Nodes are given by name or id."""
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
-    """Number of nodes on which the model is loaded."""
+    """Number of nodes that should have the model loaded."""
     labels: _Texts = []  # noqa: RUF012
-    """Labels that a node needs for a replica."""
+    """Labels that a node must all have to get a replica."""
     allow: _Texts = []  # noqa: RUF012
     """The only nodes for replicas; empty allows all nodes."""
     deny: _Texts = []  # noqa: RUF012
@@ -113,7 +113,7 @@ class WishRoutes:
         return {"schema": 1, "wish": self._build_wish_row(wish)}
 
     async def unwant_model(self, model: str) -> dict[str, Any]:
-        """End the wish for a model, and return its name. The replicas stay loaded until their memory is needed.
+        """End the wish for a model, and return its name. This unloads no replica.
 
         Raise `ProblemError` 404 if there is no such wish, `StoreError` (503) if the change cannot be stored.
         """

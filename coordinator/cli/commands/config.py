@@ -72,7 +72,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     """Check a settings FILE.
 
     The default is STATE/config.toml together with the settings of the environment. Each error is printed with its line,
-    its key and the expected value. Exit code 0: valid; 2: not valid; 5: there is no such file.
+    its key and the expected value. Exit code 0: valid; 2: not valid; 5: FILE does not exist.
     """
     folder = state or get_default_state()
     place = file or folder / "config.toml"

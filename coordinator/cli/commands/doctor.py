@@ -41,9 +41,9 @@ def doctor(
 ) -> None:
     """Check this machine and its connection to the pool, and print the next step for each fault.
 
-    The command needs no coordinator, changes nothing and takes less than 5 s. On a busy machine, raise the limit with
-    --seconds. Every check has a stable id and a result: ok, warn, fail, or `not here` if the check does not apply to
-    this machine.
+    The command needs no coordinator and changes nothing. Its checks take less than 5 s. On a busy machine, raise the
+    limit with --seconds. Every check has a stable id and a result: ok, warn, fail, or `not here` if the check does not
+    apply to this machine.
 
     Exit codes: 0 no check failed, 1 warnings (with --strict), 6 a check failed. Also: 9 the coordinator is not that of
     this node, 10 macOS blocks the local network.

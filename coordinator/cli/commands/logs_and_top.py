@@ -111,7 +111,7 @@ def _format_event(event: dict[str, Any]) -> str:
 
 
 def _format_local_time(when: str) -> str:
-    """Return a time stamp in local time, to the second."""
+    """Return a time stamp in local time, to the second. Of an invalid one, return the first 19 characters."""
     try:
         return datetime.fromisoformat(when).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except ValueError:
@@ -299,7 +299,7 @@ def _replace_host(base: str, host: str | None) -> str:
 
 
 def _create_scrape_token(session: ApiSession, before: Path) -> str:
-    """Create the key with which Prometheus scrapes, and revoke the one that the file `before` holds."""
+    """Create the key with which Prometheus scrapes, and return its text. Revoke the key in the file `before`."""
     keys = session.request_json("GET", "/api/v1/keys")["keys"]
     old = before.read_text(errors="replace").partition("_")[2].partition("_")[0] if before.exists() else ""
     for key in keys:

@@ -19,7 +19,7 @@ from wire.units import show_size
 ORDER_TIMEOUT_SECONDS = 7 * 3600.0
 """Timeout of a verification or removal, in seconds. The coordinator abandons them after 6 hours."""
 IDENTITY_TEXTS = {"content": "same content", "sampled": "same samples", "differs": "DIFFERS"}
-"""Text for each grade of identity."""
+"""Text for each `VersionGrade`: how the files of a node compare with the version that new requests use."""
 
 _PATHS = {"remove": "/api/v1/models/remove", "verify": "/api/v1/models/verify"}
 Copy = dict[str, Any]

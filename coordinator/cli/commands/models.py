@@ -232,7 +232,7 @@ def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node.
 
     The node measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes
-    and uses free memory only; requests are slower meanwhile. Ctrl-C ends the wait, not the measurement.
+    and uses free memory only; requests are slower meanwhile. Ctrl-C ends the measurement.
     """
     with show_spinner(f"measuring {model}"):
         answer = session.request_json(
@@ -305,7 +305,7 @@ def _print_wish(answer: dict[str, Any]) -> None:
 @click.argument("name", metavar="MODEL")
 @session_options
 def unwant(session: ApiSession, name: str) -> None:
-    """End the wish for a model. Its replicas stay loaded until their memory is needed."""
+    """End the wish for a model. This unloads no replica."""
     answer = session.request_json("DELETE", _WISH_PATH + quote(name, safe="/"))
     session.print_answer(answer, lambda ended: click.echo(f"{ended['model']} is not wanted any more"))
 

@@ -53,7 +53,7 @@ def print_status(answer: dict[str, Any]) -> None:
 
 
 def _shorten_names(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return the first `MAX_MODELS_SHOWN` names, and how many more there are; `none` without names."""
     more = f" and {len(names) - MAX_MODELS_SHOWN} more: `cluster models`" if len(names) > MAX_MODELS_SHOWN else ""
     return (", ".join(names[:MAX_MODELS_SHOWN]) or "none") + more
 

@@ -50,7 +50,7 @@ def install(
     output: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Install the service, or repair it. Running it again changes nothing.
+    """Install the service, or repair it. Running the command again with the same options changes nothing.
 
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
     hand first. ARGUMENTS after `--` are passed to that command, as in `cluster service install -- --lan`.
@@ -262,7 +262,7 @@ def restart(ctx: click.Context) -> None:
 )
 @click.pass_context
 def logs(ctx: click.Context, follow: bool, lines: int) -> None:
-    """Print the output of the service: starts, stops, warnings. The log is in STATE/logs (`cluster logs`)."""
+    """Print the output of the service: starts, stops, warnings. Complete logs are in STATE/logs (`cluster logs`)."""
     from coordinator.service.plan import UNIT
     from coordinator.service.service_manager import ServiceHost
 

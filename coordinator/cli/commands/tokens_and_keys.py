@@ -16,8 +16,8 @@ from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Call an API route of the running coordinator, and return its JSON.
 
-    If no coordinator is known, or that of the state folder has crashed, perform the operation of the route on the
-    locked database. Raise `CommandError` if the call or the operation fails.
+    If no coordinator is known, or that of the state folder has crashed, lock the database and perform the operation of
+    the route there. Raise `CommandError` if the call or the operation fails.
     """
     if session.running:
         try:
@@ -52,7 +52,7 @@ class Duration(click.ParamType[float]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return the seconds of a duration.
 
-        Raise `click.BadParameter` if `value` is not a duration, is 0, or is above `MAX_DURATION_SECONDS`.
+        Raise `click.BadParameter` if `value` is not a duration above 0, or is above `MAX_DURATION_SECONDS`.
         """
         if isinstance(value, float):
             return value

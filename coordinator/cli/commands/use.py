@@ -206,8 +206,8 @@ BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"
 def env(session: ApiSession, shell: str) -> None:
     """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
-    The command works on the coordinator's machine, with --url, and on a machine with `cluster trust-ca`. The key is
-    read from --key-file; without a file, a comment shows how to create a key. If this machine trusts the pool's
+    The command works on the coordinator's machine, with --url, and after `cluster login` or `cluster trust-ca`. The key
+    is read from --key-file; without a file, a comment shows how to create a key. If this machine trusts the pool's
     authority, the output includes the variables with the authority's file.
     """
     base, bundle, untrusted = _find_endpoint(session)

@@ -27,9 +27,9 @@ class CoordinatorIdentity:
     """Facts about the coordinator that every Welcome contains."""
 
     name: str
-    """Name of the cluster."""
+    """Display name of the cluster."""
     version: str
-    """Version of Macpool."""
+    """Version of Macpool that the coordinator runs."""
     epoch: int
     """Number of this start, higher than the number of every earlier start."""
 

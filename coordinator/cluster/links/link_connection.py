@@ -1,9 +1,9 @@
-"""Connection of a peer to the cluster port: TLS identity, framing, enrolment, greeting, and the frames of a link.
+"""Connection of a peer to the cluster port: TLS identity, framing, enrollment, greeting, and the frames of a link.
 
 Rules
 - The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
-- A peer without a certificate must enrol within 5 s and 16 KiB. Only enrolment frames are decoded for such a peer. Only
-  the wait for a person's approval may take longer.
+- A peer without a certificate must enroll within 5 s and 16 KiB. Only enrollment frames are decoded for such a peer.
+  Only the wait for a person's approval may take longer.
 - A link that exceeds a budget of its node (`link_budgets`) ends with the reason.
 """
 
@@ -51,7 +51,7 @@ HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
 """Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
 UNLINKED_TIMEOUT_SECONDS = 5.0
-"""Maximum seconds from the TLS handshake to the first frame: a Hello, a query, or a request for a relay. An enrolment
+"""Maximum seconds from the TLS handshake to the first frame: a Hello, a query, or a request for a relay. An enrollment
 has its own deadlines."""
 MAX_UNLINKED_BYTES = 16 * 1024
 """Maximum bytes from a peer with a certificate before its Hello."""
@@ -91,7 +91,7 @@ class ConnectionHandler(Protocol):
         ...
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin an enrolment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
+        """Begin the enrollment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
         reason if that is refused.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
@@ -142,7 +142,7 @@ class Connection(LinkEndpoint):
             HANDSHAKE_TIMEOUT_SECONDS + 1, _log_no_handshake
         )
         self.address = ""
-        """IP address of the peer."""
+        """IP address of the peer; empty before `on_opened`, `?` if unknown."""
         self.peer: PeerIdentity | None = None
         """Identity in the peer's certificate; None without a certificate."""
         self.serial = ""
@@ -166,7 +166,7 @@ class Connection(LinkEndpoint):
     def on_opened(self) -> None:
         """Read the peer's identity from its certificate and start the deadline for Hello.
 
-        Begin an enrolment if the peer has no certificate and the server admits the connection.
+        Begin the enrollment if the peer has no certificate and the server admits the connection.
         """
         assert self.transport is not None  # noqa: S101  set by connection_made
         if self._deadline is not None:
@@ -189,7 +189,7 @@ class Connection(LinkEndpoint):
         self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
+        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrollment only.
 
         Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `IllegalEventError`
         for the Hello of a node that has left.
@@ -306,7 +306,7 @@ class Connection(LinkEndpoint):
             self._advance_enrollment(lambda: enrollment.poll(self._loop.time()))
 
     def _advance_enrollment(self, step: Callable[[], list[Frame]]) -> None:
-        """Send the frames that a step of the enrolment returns. Refuse the peer if the step cannot be stored."""
+        """Send the frames that a step of the enrollment returns. Refuse the peer if the step cannot be stored."""
         try:
             frames = step()
         except StoreError as error:
@@ -315,7 +315,7 @@ class Connection(LinkEndpoint):
             self._send_enrollment_frames(frames)
 
     def _send_enrollment_frames(self, frames: list[Frame]) -> None:
-        """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
+        """Send frames of the enrollment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
             self._handler.call_when_stored(lambda: self._send_frames_now(frames), self._refuse_unstored)
         else:
@@ -383,7 +383,7 @@ class Connection(LinkEndpoint):
             self._deadline.cancel()
 
     def on_lost(self, reason: str) -> None:
-        """Cancel the deadline and the enrolment, and report the end of the connection to the server with its reason."""
+        """Cancel the deadline and the enrollment, and report the end of the connection and its reason to the server."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self._enrollment is not None:

@@ -4,7 +4,7 @@ Covers: admission of connections, answers to Hello and to queries, delivery of f
 of peers (`link_connection`), the table of links (`link_table`), fetches from nodes (`node_fetches`), and the relay of
 model files (`relay`).
 Does not cover: permission to link (`link_admission`), the states of a node (`membership`), the effects of its frames
-(`registry`, `router.dispatch.dispatcher`), enrolment itself (`coordinator.joining.enrollment`).
+(`registry`, `router.dispatch.dispatcher`), enrollment itself (`coordinator.joining.enrollment`).
 """
 
 import asyncio
@@ -145,7 +145,7 @@ class LinkServer:
         return True
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin an enrolment of a peer at the IP address `address`. Return `Denied` above its rate limit.
+        """Begin the enrollment of a peer at the IP address `address`. Return `Denied` above its rate limit.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """

@@ -14,7 +14,7 @@ from wire.identity import NodeId
 FETCH_WINDOW_BYTES = 1024 * 1024
 """Maximum bytes that one `FetchRequest` requests. A longer answer needs several requests."""
 MIN_CHUNK_BYTES = 4096
-"""Minimum average bytes of an answer's pieces. It limits the pieces of one answer: `limit // MIN_CHUNK_BYTES + 2`."""
+"""Minimum average bytes of an answer's pieces: n requested bytes permit at most `n // MIN_CHUNK_BYTES + 2` pieces."""
 FETCH_TIMEOUT_SECONDS = 10.0
 """Maximum seconds from a request to the first piece of its answer, and between two pieces. Then the fetch fails."""
 
@@ -29,7 +29,7 @@ class _FetchWindow:
         self._pieces = limit // MIN_CHUNK_BYTES + 2
 
     def put(self, answer: FetchChunk) -> None:
-        """Queue a piece. Raise `WireError`, which ends the link, if the answer exceeds the requested size."""
+        """Queue a piece. Raise `WireError`, which ends the link, if the answer has too many bytes or pieces."""
         self._bytes -= len(answer.payload)
         self._pieces -= 1
         if self._bytes < 0 or self._pieces < 0:

@@ -26,7 +26,7 @@ JOIN_TIMEOUT_SECONDS = 5.0
 MAX_WAITING = 8
 """Maximum waiting connections of a transfer, separately for the node that serves and for the nodes that get files."""
 MAX_STREAMS = 64
-"""Maximum connections of all transfers."""
+"""Maximum number of relay connections of all transfers together."""
 RETRY_SECONDS = 2.0
 """`retry_after` of a refused connection, in seconds."""
 

@@ -32,7 +32,7 @@ class JobPlaced:
 class JobWaited:
     """Event: the first queued job cannot be placed, for the reason in `phase`.
 
-    `busy`: running jobs are the only reason. The deadline of the job then does not apply.
+    `busy`: the best node only has to finish another video job. The deadline of the job then does not apply.
     """
 
     job: str

@@ -66,13 +66,14 @@ class LeaseHold:
     generation: int
     job: str
     size: int
-    """Size in bytes."""
+    """Size of the lease in bytes."""
     since: float
-    """Unix time of the request; after a restart of the coordinator, of the grant."""
+    """Unix time in seconds of the request; after a restart of the coordinator, of the grant."""
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
-    """Consecutive reports of the node without this lease. At `MAX_MISSED_REPORTS` the lease counts as lost."""
+    """Consecutive reports of the node without this lease. At `lease_transitions.MAX_MISSED_REPORTS` the lease counts as
+    lost."""
 
 
 @dataclass(frozen=True, slots=True)

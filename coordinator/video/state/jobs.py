@@ -138,13 +138,13 @@ class VideoJob(msgspec.Struct, frozen=True):
 
     id: str
     sequence: int
-    """Permanent position in the queue."""
+    """Number of the submission, by which the queue is ordered. A requeued job keeps the number."""
     key: str
     """Id of the API key of the request, or the name of the local key."""
     created: float
     wanted: RequestedClip
     size: int
-    """Size of the lease."""
+    """Size of the lease in bytes."""
     state: JobState = JobState.QUEUED
     idempotency: str = ""
     """Idempotency key of the request; empty without one."""
@@ -166,9 +166,9 @@ class VideoJob(msgspec.Struct, frozen=True):
     progress: int = 0
     """Progress in percent."""
     step: int = 0
-    """Denoising step that the worker has reported."""
+    """Newest denoising step that the worker has reported; 0 before the first."""
     due: float | None = None
-    """Monotonic time until which the job waits; None without a limit.
+    """Monotonic time in seconds until which the job waits; None without a limit.
 
     The job waits for a lease, the start of the worker, the return of its node, or the fetch of its files.
     """
@@ -176,17 +176,17 @@ class VideoJob(msgspec.Struct, frozen=True):
     """Whether the job is running and its node has no link, or has not reported the lease since a restart of the
     coordinator."""
     started: float | None = None
-    """Time of the grant of the current lease; None before it."""
+    """Unix time in seconds of the grant of the current lease; None before it."""
     ended: float | None = None
-    """Time of the end of the job; None for an open job."""
+    """Unix time in seconds of the end of the job; None for an open job."""
     expires: float | None = None
-    """Time from which the files may be deleted; None before the job has completed."""
+    """Unix time in seconds from which the files may be deleted; None unless the job has completed."""
     expired: bool = False
     """Whether the files were deleted."""
     fault: JobFault | None = None
     files: tuple[StoredFile, ...] = ()
     peak: int = 0
-    """Highest reported footprint of a worker of this job, also before a restart of the job; 0 if unknown."""
+    """Highest footprint in bytes of a worker of this job, also before a restart of the job; 0 if unknown."""
     seconds: float = 0.0
     """Lifetime of the worker, in seconds; 0 before its end."""
     made: str = ""
@@ -194,7 +194,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     misses: int = 0
     """Consecutive reports of the node that did not list the lease of the files to fetch."""
     room_by: float | None = None
-    """Monotonic time at which the job fails if no node grants its lease; None without such a deadline.
+    """Monotonic time in seconds at which the job fails if no node grants its lease; None without such a deadline.
 
     The deadline is set when a node is first asked, or when no node can be asked. It remains after refusals. A grant, a
     restart of the coordinator, or a wait only for other videos clears it.

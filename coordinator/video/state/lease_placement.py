@@ -67,7 +67,7 @@ class LeaseChoice:
 class NoLeaseChoice:
     """Result if no node can be asked for the lease of a job now.
 
-    `phase` is the reason as text for the client. `busy`: the only reason is running video jobs.
+    `phase` is the reason as text for the client. `busy`: the best node could be asked if it ran no other video job.
     """
 
     job: VideoJob

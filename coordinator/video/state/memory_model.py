@@ -71,7 +71,7 @@ class VideoMemoryProfile:
     base: int
     """Peak in bytes without the part that grows with the frame."""
     slope: float
-    """Bytes per spatial token."""
+    """Bytes of the peak for each spatial token of a frame."""
     margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
@@ -198,9 +198,9 @@ def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
 def plan_clip(
     request: ClipRequest, limits: ClipLimits, package: VideoPackage, default_steps: int
 ) -> Clip | ClipRefusal:
-    """Return the requested clip, rounded as the package does, or the reason why the limits do not allow it.
+    """Return the requested clip, rounded as the engine of the package does, or the reason why it is not allowed.
 
-    `default_steps` are the denoising steps of a request without a number.
+    `default_steps` applies to a request without denoising steps.
     """
     fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:

@@ -36,7 +36,7 @@ FULL_DISK_BYTES = 64 * MIB
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json")
 """Patterns of the files that are copied unchanged, without those in `REPLACED`."""
 REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
-"""Files that are not copied because the quantization writes them."""
+"""Files at the top of the model folder that are not copied, because the quantization writes them."""
 
 
 class QuantizationRun:
@@ -52,7 +52,7 @@ class QuantizationRun:
         self._reported_at = 0.0
 
     def run(self) -> ChildEnd:
-        """Write the quantized model. Return the final message of the order.
+        """Write the quantized model. Return the `completed` message, with the bytes of the weights.
 
         Raise `OSError` if a file cannot be read or written, or if the target exists. Raise `ValueError` or
         `RuntimeError` if mlx-lm refuses the model or MLX cannot write a file. Raise `OrderStopped` if the order is
@@ -158,8 +158,8 @@ def _name_file(at: int, count: int) -> str:
 
 
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order. Return its final message, also after a cancel or a failure. The caller then deletes the
-    incomplete folder of the result."""
+    """Perform an order. Return its final message, also after a cancel, `OSError`, `ValueError` or `RuntimeError`. Other
+    exceptions propagate. An incomplete result stays in `order.target`."""
     try:
         return QuantizationRun(order, channel).run()
     except OrderStopped:

@@ -1,7 +1,8 @@
 """Loader of the layers of a decoder without its output layer.
 
-Checkpoints of embedding models have the names of the complete model, or those of its layers alone (`MistralModel`).
-The latter have no output layer. An output layer takes memory and computes nothing here.
+In a checkpoint of an embedding model, the weights have the names of the complete model, or of its layers alone
+(`MistralModel`). The latter has no output layer. Vectors do not need one: it is left out, unless mlx-lm's class of the
+model requires it.
 """
 
 import dataclasses

@@ -8,8 +8,8 @@ for later requests of the same scope (`PreparedEmbedding.cache_scope`), usually 
     after the forwards    `store` copies the complete beginning into the prefix cache
 
 Rules
-- Memory: A copy is made only if it fits now. The arrays of a request are its own and count against its reservation. An
-  entry counts as cached. Without room the beginning is computed, or not stored.
+- Memory: A copy is made only if it fits now. The copy in a request counts against its reservation, the copy in the
+  prefix cache as cached memory. Without room for a copy, the beginning is computed, or not stored.
 - Scopes: A request finds beginnings of its own scope, as in the prefix cache of chats.
 - Faults: After a fault, all entries of the model in memory are evicted, because the fault may be in an entry.
 - Disk: Shared beginnings are not written to the disk cache, because they are short.

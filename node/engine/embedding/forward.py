@@ -53,7 +53,7 @@ class EmbeddingForward(ABC):
         self, requests: Sequence[EmbeddingRequest], tokens: int, need: int, parts: Sequence[Sequence[Any]]
     ) -> None:
         self.requests = list(requests)
-        """Requests that have not ended since the forward began."""
+        """Requests with texts in the forward, without those that have ended since it began."""
         self.tokens = tokens
         """Tokens that run in the forward, without padding."""
         self.number = requests[0].number if len(requests) == 1 else 0
@@ -177,8 +177,9 @@ class ChunkForward(EmbeddingForward):
         self._grew = after.capacity > before.capacity
 
     def complete(self) -> list[Frame]:
-        """Record the measurements of the chunk. Return the frames with the vector of a text that is now complete; an
-        empty list otherwise. Raise `NotFiniteError` if a number of the vector is not finite."""
+        """Record the measurements of the chunk. If the text or shared beginning is complete, end it in its request.
+        Return the frames with the vector of a complete text, else an empty list. Raise `NotFiniteError` if a number of
+        the vector is not finite; the text has then ended."""
         request, loaded_model = self.requests[0], self.loaded_model
         text = _get_partial(request)
         stored = text.stored_tokens

@@ -44,19 +44,18 @@ class PromptPairs:
         self._tail = tokenizer.encode(tail, plain=False)
 
     def tokenize(self, document: str) -> TokenizedPair:
-        """Return the tokens of the prompt for a document. The document is cut to `max_tokens` of the request, and with
-        `truncate` to the room that is left.
+        """Return the tokens of the prompt for a document. Cut the document to `max_tokens` of the request (0: no cut).
+        With `truncate`, also cut the document to the room that `most` leaves.
 
-        Without `truncate`, a prompt may have more than `most` tokens; raise `TooLong` if it has clearly more. Raise
-        `TooLong` as well for a query without room for any document. Raise `TokenizerPanic` if the native tokenizer
-        panics.
+        Without `truncate`, a prompt may have more than `most` tokens. Raise `TooLong` for a query without room for any
+        document, and for a very long document that is not cut (`Tokenizer.encode`). Raise `TokenizerPanic` if the
+        native tokenizer panics.
         """
         truncate, room = self._request.truncate, self._most - len(self._tail)
         if self._head_tokens >= room:
             raise TooLong(f"the query has {self._head_tokens + len(self._tail)} tokens with the prompt of the model")
-        body: Sequence[int] = self._tokenizer.encode(
-            self._head + document, plain=False, max_tokens=0 if truncate else room
-        )
+        cut = truncate or self._request.max_tokens > 0
+        body: Sequence[int] = self._tokenizer.encode(self._head + document, plain=False, max_tokens=0 if cut else room)
         if self._request.max_tokens:
             body = body[: self._head_tokens + self._request.max_tokens]
         return TokenizedPair((*(body[:room] if truncate else body), *self._tail))

@@ -110,8 +110,8 @@ def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool)
     """Return the tokens of a text, with those that the tokenizer adds to every text.
 
     With `truncate`, return at most `most` tokens: the end of the text is cut, the added tokens stay. Without
-    `truncate`, raise `TooLong` for a text that is clearly longer. A slightly longer text is returned whole. Raise
-    `TokenizerPanic` if the native tokenizer panics.
+    `truncate`, raise `TooLong` for a very long text with more tokens (`Tokenizer.encode`). Other texts are returned
+    whole. Raise `TokenizerPanic` if the native tokenizer panics.
     """
     ids = tokenizer.encode(text, plain=True, max_tokens=0 if truncate else most)
     if len(ids) <= most or not truncate:

@@ -25,7 +25,7 @@ class PartialText:
     place: int
     """Position of the text in its request; `BEGINNING` for the shared beginning of the request's texts."""
     ids: Sequence[int]
-    """Token ids of the text."""
+    """Token ids of the whole text, or of the shared beginning."""
     cache: list[LayerCache]
     """Keys and values of the tokens that have run, and of the shared beginning before them."""
     pooled: PooledTexts
@@ -94,7 +94,7 @@ class EmbeddingRequest:
 
     @property
     def dimensions(self) -> int:
-        """Length of each vector; 0 for a model without an embedding head."""
+        """Numbers of each vector to send: the requested number, else that of the embedding head."""
         head = self.loaded_model.head
         return self.prepared.request.dimensions or (0 if head is None else head.dimensions)
 
@@ -127,9 +127,8 @@ class EmbeddingRequest:
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that the request still needs: its vectors, and the caches of its longest text and beginning.
-
-        The bytes of caches that exist already are subtracted.
+        """Return the bytes that the request still needs for the vectors of its remaining texts, and the caches of the
+        longest text and the beginning. The bytes of caches that exist already are subtracted.
         """
         texts = len(self.waiting) + (self.partial is not None)
         vectors = texts * self.dimensions * NUMBER_BYTES
@@ -252,15 +251,15 @@ class EmbeddingTable:
         self._live[request.number] = request
 
     def remove(self, request: EmbeddingRequest, now: float) -> None:
-        """Remove a request that ends at the monotonic time `now`, and release its memory and its model."""
+        """Remove a request that ends at the monotonic time `now`. Release its memory, and the hold on its model.
+        The model counts as used at `now`."""
         del self._live[request.number]
         request.release()
         request.hold.release()
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the number of tokens of all requests that no complete forward has processed
-        (`EmbeddingRequest.left`)."""
+        """Return how many tokens of all requests together have not been processed (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:

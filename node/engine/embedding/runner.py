@@ -33,8 +33,8 @@ class EmbeddingRunner:
         self._floor = floor
 
     def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
-        """Return the leading texts that pass the gate in one forward. After each refusal, the first half of the
-        remaining texts is tried.
+        """Return the leading texts that pass the gate in one forward. After each refusal, the first half of the refused
+        texts is tried.
 
         Return an empty sequence if not even the first one passes. Each refusal is counted
         (`GatedForwards.count_shrink`).

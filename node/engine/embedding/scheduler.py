@@ -7,10 +7,9 @@ Rules
 - Gate: every part of a forward is checked before it runs (`runner`). A batch is halved before it is refused.
 - Turns: a turn is one part of a forward, or all remaining parts while no row decodes. The engine alternates these turns
   with those of prefills.
-- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step. A forward over several texts takes at
-  most `MAX_PARTS` of these times. Otherwise the gaps between tokens would grow with the number of texts, which may be
-  thousands.
-- Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
+- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step, which bounds the gaps between tokens. A
+  forward over several texts may take `MAX_PARTS` of these times, because later requests wait for its end.
+- Fairness: the next request is chosen as the next prefill is (`chunk_policy.next_prefill`).
 - Batches: the shortest texts of a request run together, with texts of other requests for the same model that are not
   longer.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
@@ -39,7 +38,7 @@ from wire.frames import Failed, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 PART_PER_STEP = 0.25
-"""Seconds of a part of a forward per second of a decode step, which bound the gaps between tokens."""
+"""Expected seconds of one part of a forward, per second of a decode step. The limit bounds the gaps between tokens."""
 MAX_PARTS = 8
 """Maximum time of a forward over several texts while rows decode, in parts of `PART_PER_STEP` decode steps. With more
 texts, the weights are read less often per text, but a later request waits longer. One long text may take more parts."""
@@ -78,8 +77,8 @@ class EmbeddingScheduler:
     # state
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next turn: `now` if there is work or output, later while all requests wait.
-        Return None without a request."""
+        """Return the monotonic time of the next turn: `now` if a turn is due or output is pending, later while no
+        request may run. Return None without a request."""
         if self._output:
             return now
         times = (max(now, request.retry_at) for request in self._list_next())
@@ -125,7 +124,8 @@ class EmbeddingScheduler:
 
     def run_turn(self, now: float) -> None:
         """Run one part of a forward at the monotonic time `now`, or all parts that are left if no row decodes. Do
-        nothing if no request may start or continue. Raise `Halted` if the engine was halted.
+        nothing if no request may start or continue. Raise `Halted` if the engine was halted. An error of a lost device
+        propagates.
 
         A request without room waits, or is refused. If a forward raises, its only request fails; several requests are
         kept, and each runs alone from then on. Refuse the newest request if memory is above the cap after the part.

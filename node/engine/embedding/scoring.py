@@ -15,7 +15,7 @@ def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
     """Return the scorer of a decoder of mlx-lm: the logit of the token `answers.true`, minus the logit of the token
     `answers.false` if there is one.
 
-    Only two rows of the output layer are used. Raise `ValueError` for a token that the model does not have.
+    Of the output layer, only the rows of these tokens are used. Raise `ValueError` for a token that it does not have.
     """
     tokens = [answers.true] if answers.false is None else [answers.true, answers.false]
     rows = _read_output_rows(cast("Any", model), tokens).astype(mx.float32)

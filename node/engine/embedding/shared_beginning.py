@@ -11,9 +11,10 @@ from node.engine.models.loaded_model import LoadedModel
 from node.models.embedding_layout import Pooling
 
 MIN_TOKENS = 32
-"""Tokens from which a beginning is computed separately. The forward of a shorter one costs as much as it saves."""
+"""Minimum tokens of a beginning that is computed separately. For a shorter one, the extra forward costs as much as it
+saves."""
 MIN_TEXTS = 3
-"""Texts from which a beginning is computed separately, if it is not cached."""
+"""Minimum number of texts whose shared beginning is computed separately if it is not cached."""
 
 
 def find_shared_beginning(

@@ -74,7 +74,7 @@ class GrammarCompiler:
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
 
-        `prompt` shows whether the answer begins within reasoning. `one_call`: the answer has at most one tool call. The
+        `prompt` decides whether the answer may have reasoning. `one_call`: the answer has at most one tool call. The
         first `compile` for a tokenizer builds its tables, which takes about 1 s. Raise `UnsupportedSchema`, with a
         sentence for the client, if the grammar is invalid, too large, or not supported by the model. Raise `OSError` if
         the sandbox process cannot be started.
@@ -106,7 +106,8 @@ class GrammarCompiler:
         return id(tokenizer) in self._guides
 
     def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
-        """Drop the tables and the compiled grammars of all other tokenizers. Do not call it during `compile`."""
+        """Drop the tables, compiled grammars and cached refusals of all tokenizers but these. Do not call it during
+        `compile`."""
         wanted = set(map(id, tokenizers))
         self._guides = {number: guide for number, guide in self._guides.items() if number in wanted}
         guides = set(map(id, self._guides.values()))

@@ -26,7 +26,7 @@ class CallPlaces(StrEnum):
     NONE = ""
     """Nowhere."""
     FIRST = "first"
-    """Only at the beginning; the answer then has no other text."""
+    """Only before any text of the answer; reasoning may precede the calls."""
     ANYWHERE = "anywhere"
     """Between other text."""
 
@@ -51,7 +51,7 @@ class MarkerLayout:
     reasoning: ReasoningStart = ReasoningStart.NONE
     """Reasoning at the start of the answer."""
     call: tuple[str, str] = ("", "")
-    """Markers of the start and the end of a call."""
+    """Markers of the start and the end of a call. If only the end is empty, a call ends with the answer."""
     calls: CallPlaces = CallPlaces.NONE
     """Places in the answer where calls may occur."""
     messages: MarkerSet | None = None

@@ -63,7 +63,7 @@ class LarkBuilder:
         self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False
     ) -> str:
         """Return Lark's expression for unquoted text under the constraints `argument`, and the mark `end` after it. The
-        text contains no mark of `guard`.
+        text contains no mark of `guard`, except in `argument.choices`, which are not checked.
 
         With `null`, text that the parser reads as null is excluded, unless `argument` allows null. In a `section`, the
         end of a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.

@@ -4,8 +4,8 @@ The mask is computed while the forward runs. A step with such rows waits for the
 needs its token ids. The first token of an answer that may start with reasoning also waits for the current forward. A
 batch without a grammar does not wait.
 
-An answer may be allowed to start with reasoning. The answer then starts with reasoning if the start marker is the most
-likely token without the mask. A grammar that excludes most other tokens is no reason to start reasoning.
+An answer may be allowed to start with reasoning. The mask then allows the start marker only if it would be the most
+likely token without a mask. A grammar that excludes most other tokens is no reason to start reasoning.
 """
 
 from collections.abc import Iterable

@@ -62,7 +62,7 @@ class GrammarMatcher:
         self._open_reasoning = thinking if opener is None else None
         self._thinking = thinking
         self.opener = opener
-        """Token with which the answer may start its reasoning now; None after the first token."""
+        """Token with which the answer may start its reasoning now; None if it may not, or after the first token."""
         self._unending = unending
         self._eos = eos
         self._over = False

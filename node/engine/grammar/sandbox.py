@@ -1,8 +1,8 @@
 """Sandbox of grammar compilation: check in a separate process whether a grammar can be compiled.
 
-The separate process starts at the first check, and again after it has ended during a check. It ends with this process.
-Its CPU time is limited, not its elapsed time, because a busy Mac must accept the same grammars as an idle one. The
-limit of elapsed time (`TIMEOUT_SECONDS`) is for a process that gets hardly any CPU time.
+The separate process is started again after it has ended during a check, and ends with this process. The limit of a
+check is CPU time, because a busy Mac must accept the same grammars as an idle one. The limit of elapsed time
+(`TIMEOUT_SECONDS`) is for a process that gets hardly any CPU time.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ class SandboxClient:
     def start(self) -> "subprocess.Popen[bytes]":
         """Start and return the process. Raise `OSError` if that fails.
 
-        The process sends nothing before the first check, and its start does not count in a grammar's time.
+        The process sends nothing before the first check. Its start counts in `TIMEOUT_SECONDS` of the first check, and
+        not in its CPU time.
         """
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(

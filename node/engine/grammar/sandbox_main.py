@@ -24,9 +24,9 @@ LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""Limits of llguidance, for this process and for the engine. A state of a lexer takes 1 to 2 kB: one row may take 40 MB
-of them. Fuel for a step lasts 14 ms, items 3 ms. Large lexemes are not precomputed, because that takes longer than all
-other work."""
+"""Limits of llguidance, for this process and for the engine. A state of a lexer takes 1 to 2 kB: the states of one row
+may take 40 MB. `step_lexer_fuel` lasts 14 ms, `step_max_items` 3 ms. Large lexemes are not precomputed, because that
+takes longer than all other work."""
 
 
 def check_grammars(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:

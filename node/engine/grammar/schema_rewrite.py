@@ -45,9 +45,10 @@ _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 def rewrite_schema(schema: Json, *, strict: bool) -> Json:
     """Return a schema without keywords that constrain nothing, and with equivalent patterns in place of `PATTERNS`.
 
-    A tuple in the form of draft 7 gets that of draft 2020-12. The only schema of an `allOf` takes its place. If
-    `strict` is false, patterns and keywords that llguidance cannot enforce are left out. `schema` has at most
-    `MAX_JSON_DEPTH` levels.
+    A tuple in the form of draft 7 gets the form of draft 2020-12. An `allOf` with one schema is replaced by that
+    schema, unless other keywords could constrain the same value. Formats other than those of `FORMATS` and
+    `UUID_FORMATS` are left out. If `strict` is false, patterns and keywords that llguidance cannot enforce are left
+    out as well. `schema` has at most `MAX_JSON_DEPTH` levels.
     """
     rewritten: Json = {}
     for key, value in schema.items():

@@ -37,7 +37,7 @@ UNENFORCED_KEYWORDS: Final = frozenset(
         "const",
     }
 )
-"""Keywords that the parameters of a strict tool as a whole must not use where each parameter is written separately."""
+"""Keywords that a strict tool must not use at the top level of its parameters: each parameter is written separately."""
 CONSTRAINT_KEYWORDS: Final = frozenset(
     {
         "pattern",

@@ -123,7 +123,7 @@ class GemmaArgumentRules:
     nested: bool
     """Whether mlx-lm's parser of the format reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])
-    """Names of the rules made for references in schemas, by reference."""
+    """Names of the rules made for references in schemas, by reference; `anything` names the rule for any value."""
     level: int = 0
     """Current depth of references."""
 

@@ -29,7 +29,8 @@ PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
 """Parsers of models whose arguments are all JSON. llguidance parses and checks the schemas of their tools, and
 `check_schema` is left out."""
 INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
-"""Parsers of models that put ordinary text between marks as well; calls cannot be separated from such text."""
+"""Parsers of models that also put ordinary text between markers. With `free`, `render_rules` raises `UnsupportedSchema`
+for them, because a grammar cannot distinguish calls from such text."""
 
 
 def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one_call: bool) -> str:

@@ -99,7 +99,8 @@ def _build_tool_spec(function: Json) -> ToolSpec:
 
 
 def parse_json(text: str) -> object:
-    """Parse JSON. Raise `UnsupportedSchema` if it is invalid, or nested deeper than `MAX_JSON_DEPTH` levels."""
+    """Parse JSON. Raise `UnsupportedSchema` if it is invalid, or its brackets are nested deeper than `MAX_JSON_DEPTH`
+    levels. Brackets in strings count as well."""
     if _measure_depth(text) > MAX_JSON_DEPTH:
         raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {MAX_JSON_DEPTH} levels")
     try:

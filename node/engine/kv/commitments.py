@@ -6,11 +6,12 @@ groups is
 
     stored + reserved = Σ rows × bytes of the longest committed row
 
-Only `commit` and `extend` raise that sum, and the gate judges their costs first. A forward moves bytes from reserved to
-stored and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
-without padding; from its join its stored tokens count as padded.
+`commit` and `extend` raise that sum, and the gate judges their costs first. Only a new cap can change it otherwise
+(`set_waste`). A forward moves bytes from reserved to stored and never exceeds the sum. Unfinished prompts therefore
+cannot deadlock. A row in prefill has a cache of its own without padding; from its join its stored tokens count as
+padded.
 
-This module is the only writer of these numbers. Other modules call the methods of `Commitment` and `CommitmentLedger`.
+Other modules change these numbers only by the methods of `Commitment` and `CommitmentLedger`.
 """
 
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Commitment:
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self, tokens: int = 1) -> None:
-        """Record that the row has generated `tokens` more tokens."""
+        """Add `tokens` to the tokens that the row's cache holds."""
         self.stored_tokens += tokens
 
     def reset(self) -> None:

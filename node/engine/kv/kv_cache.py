@@ -95,8 +95,8 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Set the growth of plain caches (`KVCache`): those without room for the next `tokens` double at their next write,
-    up to room for `max_tokens`.
+    """Set the growth of plain caches (`KVCache`) without room for `tokens` more tokens. At their next write they
+    double, up to room for `max_tokens`, but grow by at least `tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """

@@ -1,9 +1,9 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
-Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
-in the queue of the disk cache count as cached. If memory is short, histories are released before any entry. Parts are
-released after the last entry, because they are soon written and free their memory then. At the limit of the cache, only
-entries are evicted.
+Cached bytes are evicted before any request is refused for memory. Histories of prefills in progress (`window_history`)
+and parts in the queue of the disk cache count as cached. If memory is short, histories are released before any entry.
+Parts are released after the last entry, because they are soon written and free their memory then. At the limit of the
+cache, only entries are evicted.
 """
 
 from collections.abc import Callable
@@ -80,7 +80,7 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
-        more can be released. Return whether the `need` bytes fit, once the footprint has settled."""
+        more can be released. Return whether the `need` bytes fit by the settled reading."""
         memory, released = self._settled(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))

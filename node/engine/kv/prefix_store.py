@@ -11,7 +11,7 @@ At least one token of a prompt is always computed, because no logits are stored.
 
 Every sequence belongs to a scope: the name of an API key, or the scope of all keys. That scope has the shared system
 prompts, and with `cache.share = "pool"` all sequences. A lookup finds only sequences of one scope. With `"key"`,
-neither a count nor a time therefore reveals the requests of another key.
+neither a count nor a time therefore reveals the requests of another key, except for shared system prompts.
 
 The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
 before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.

@@ -74,7 +74,7 @@ class RadixTrie(Generic[V]):
 
     @property
     def empty(self) -> bool:
-        """Whether the trie is empty."""
+        """Whether no key is stored."""
         return not self._root.children and self._root.value is None
 
     def put(self, key: bytes, value: V) -> None:

@@ -170,8 +170,8 @@ def extend_history(layers: Layers, earlier: Layers) -> Layers:
     """Return the cache of an ended row for the prefix store, with the history of `earlier`, a stored cache of its first
     tokens.
 
-    `layers` has only the last window of each layer. `earlier` is unchanged; the result shares the arrays of its
-    history.
+    A sliding window in `layers` has only its last tokens. Layers without a window are returned as they are. `earlier`
+    is unchanged; the result shares the arrays of its history.
     """
     return [
         _extend_window(layer, before) if isinstance(before, StoredWindow) else layer

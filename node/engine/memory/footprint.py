@@ -28,7 +28,7 @@ forward reuses the buffers. On Linux, page faults in new memory took much of the
 The bound is small because footprint readings include the buffers. The engine frees them before it refuses a request."""
 
 POLL_SECONDS = 0.02
-"""Seconds between readings of a footprint that trails."""
+"""Seconds between two readings of the footprint in `EngineMemory.wait_until_settled`."""
 
 log = structlog.get_logger("engine.footprint")
 
@@ -95,8 +95,8 @@ class EngineMemory:
         """Return the monotonic time in seconds at which the recent peak or the footprint may next fall.
 
         With trailing bytes in the footprint (`node.engine.memory.trailing`), this is `now` plus `PERIOD_SECONDS`.
-        Otherwise it is the time at which the highest recent reading expires. Return None if the memory in use is at
-        least as high as that reading.
+        Otherwise it is the time at which the highest recent reading expires. Return None if no recent reading is above
+        the memory in use.
         """
         reading = self._read_footprint()
         if self._measure_trailing(reading, now):

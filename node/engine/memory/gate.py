@@ -69,8 +69,8 @@ class MemoryGate:
     (`ModelTable.compute_residual`). An automatic margin follows from the residual.
 
     `checks` and `refusals` count by site, `reasons` counts refusals by code. The histogram `predicted` has the memory
-    predicted by each check, as a share of the ceiling. The histogram `transient` has the peak bytes of each forward
-    above its start.
+    predicted by each check, as a share of the ceiling. The histogram `transient` has the peak bytes above the start of
+    each prefill, join and forward for embeddings.
     """
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:

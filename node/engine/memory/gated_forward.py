@@ -167,7 +167,7 @@ class GatedForwards:
         return build_shed_refusal(memory, compute_excess(memory))
 
     def find_peak_expiry(self) -> float | None:
-        """Return the monotonic time at which the memory in use falls without further work; None if none is known
+        """Return the monotonic time at which the memory in use may fall without further work; None if none is known
         (`EngineMemory.find_peak_expiry`)."""
         return self._reader.find_peak_expiry(time.monotonic())
 

@@ -1,9 +1,9 @@
 """Leak detection: check that the memory of unloaded models was returned. Pure.
 
 A process does not always return freed memory. An allocator keeps a page for one live byte on it, a library keeps a
-cache, or a reference was forgotten. Only a new process helps against that. After the last unload the footprint is
-therefore compared with the footprint before the first load. Missing bytes are reported, and the agent replaces the
-process (`node.engine_process.supervisor`).
+cache, or a reference was forgotten. Only a new process helps against that. When no model is left in memory, the
+footprint is therefore compared with the footprint before the first load. Missing bytes are reported;
+`node.engine_process.lifecycle` decides whether the agent replaces the process.
 
     unloaded ─(last model, SETTLE_SECONDS)─► compare: footprint − base ─► returned, or unreturned until the next load
 """

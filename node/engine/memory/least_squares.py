@@ -42,8 +42,8 @@ def load_solver() -> None:
 def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
     """Return non-negative terms, one for each feature, fitted to `points` by relative error.
 
-    Points above the fit weigh more in the next round, which moves the fit above nearly all points. Points without a
-    positive value are ignored; if no other point is left, all terms are 0. `points` must not be empty.
+    The fit is repeated `FIT_ROUNDS` times with more weight on points above it, which moves it above nearly all points.
+    Points without a positive value are ignored; if no other point is left, all terms are 0. `points` must not be empty.
     """
     used = [point for point in points if point.value > 0]
     if not used:

@@ -36,6 +36,6 @@ class MemoryReader:
         self._footprint.wait_until_settled(seconds)
 
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the memory in use falls without further work; None if none is known
+        """Return the monotonic time at which the memory in use may fall without further work; None if none is known
         (`EngineMemory.find_peak_expiry`). `now` is the monotonic time."""
         return self._footprint.find_peak_expiry(now)

@@ -8,7 +8,7 @@ once. The difference between them shows how much is outstanding.
 from typing import NamedTuple
 
 TRAILING_SECONDS = 4.0
-"""Maximum seconds after a release for which the footprint is expected to fall."""
+"""Seconds after a release within which the footprint is expected to fall."""
 PERIOD_SECONDS = 0.5
 """Length of a period in seconds. Of each period, only the reading with the most MLX memory is kept."""
 RETURNED_SHARE = 7 / 8

@@ -36,9 +36,9 @@ REPEAT_FACTOR = 1.08
 """Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
 6 %)."""
 NOISE_SHARE = 0.006
-"""Share of the largest sample that is added to every estimate, because small chunks vary by more than their size."""
+"""Share of the largest sample that is added to every estimate: small chunks vary by more than `REPEAT_FACTOR`."""
 LARGE_SAMPLE_SHARE = 0.2
-"""Share of the largest sample, 0 to 1, from which a sample scales the whole fit. Smaller ones raise a constant term."""
+"""Samples of at least this share of the largest, 0 to 1, scale the whole fit. Smaller samples raise its first term."""
 REFIT_FACTOR = 1.2
 """Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64

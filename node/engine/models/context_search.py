@@ -1,9 +1,8 @@
-"""Search for the longest row that passes a memory check, with 5 % fewer tokens at each attempt, and its diagnosis.
+"""Search for the longest row that passes a memory check, with fewer tokens at each attempt, and its diagnosis. Pure.
 
-The first length is computed from the fitted memory costs of the model, unless the settings have one. A memory reading
-also includes costs that no fit covers, such as growth of the process or other programs. The profiler therefore checks a
-length against a reading, and runs a forward as large as the largest measured one. A length that does not pass is
-reduced. Pure: the caller provides the check.
+The first length is computed from the fitted memory costs of the model. A memory reading also includes costs that no fit
+covers, such as growth of the process or other programs. The caller therefore provides a check against a reading. A
+length from the settings is not reduced: it passes or fails.
 """
 
 from collections.abc import Callable, Generator

@@ -56,7 +56,7 @@ class ModelLoad:
     total: int = 0
     """Bytes of all weights: 0 while queued, then an estimate; exact once the model is built."""
     bytes_left: int = 0
-    """Bytes of weights still to load."""
+    """Bytes of weights still to load; 0 while queued and after the end."""
     begun: float = 0.0
     """Monotonic time of the start; 0.0 while queued."""
     due: LoadStep = LoadStep()

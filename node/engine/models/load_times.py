@@ -35,11 +35,11 @@ class MeasuredLoad(msgspec.Struct):
     model."""
 
     speed: float = 0.0
-    """Speed of reading weights, in bytes per second."""
+    """Mean speed of reading weights, in bytes per second."""
     warm: float = 0.0
-    """Seconds of a warm-up."""
+    """Mean seconds of a warm-up."""
     probe: float = 0.0
-    """Seconds of measuring a profile."""
+    """Mean seconds of measuring a profile."""
     models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     """Seconds of the last load of a model without its profile, by fingerprint, the newest last."""
 

@@ -44,7 +44,8 @@ WARMUP_TOKENS = 32
 TOGETHER_TOKENS = (11, 4)
 """Lengths of the prompts of two rows that are decoded together once, for a class of models (`check_batching`)."""
 WRONG_TOGETHER = frozenset({"afm7"})
-"""Values of `model_type` whose rows of different lengths get wrong positions in mlx-lm 0.32.2, without an error."""
+"""Values of `model_type` that `check_architecture` refuses. In a batch of rows with different lengths, mlx-lm 0.32.2
+gives them wrong positions, without an error."""
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
@@ -289,8 +290,8 @@ _checked = set[type]()
 
 
 def check_batching(model: TextModel) -> None:
-    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` if
-    the model fails, as gpt_bigcode and phi3small of mlx-lm 0.32.2 do."""
+    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` after
+    a `ValueError` or `TypeError` of the model, as of gpt_bigcode and phi3small of mlx-lm 0.32.2."""
     if type(model) in _checked:
         return
     batch: DecodeBatch[int] = DecodeBatch(model)

@@ -25,7 +25,7 @@ class ModelDescriptor:
     context: int = 0
     """Maximum tokens of a row, prompt and answer together."""
     kv: KvParameters = field(default_factory=lambda: KvParameters(0))
-    """Parameters of the bytes of a row, estimated from the config."""
+    """Parameters of the KV memory of a row, estimated from the config."""
     cause: str = ""
     """Why the model cannot be served; empty if it can. With a cause, the other fields may be unset."""
     forward: TransientModel = field(default_factory=TransientModel)
@@ -43,7 +43,7 @@ class ModelDescriptor:
     layout: EmbeddingLayout | None = None
     """Steps by which the model computes vectors or scores; None for a chat model."""
     reasoning: bool = False
-    """Whether the chat template can begin a thought (`template_files.has_reasoning`)."""
+    """Whether the chat template can begin the reasoning of an answer (`template_files.has_reasoning`)."""
 
     @property
     def version(self) -> ModelVersion:

@@ -54,7 +54,7 @@ MIN_LOAD_TRANSIENT_BYTES, MAX_LOAD_TRANSIENT_BYTES = 16 * MIB, 64 * MIB
 """Bounds of a load's transient bytes in addition to its weights, for buffers of the files and the warm-up. Between the
 bounds, half of the weights is assumed."""
 RUNNING_SITES = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW)
-"""Work of running requests, for which a load in progress is aborted."""
+"""Work of running requests, for which a load in progress is aborted if memory is short."""
 
 log = structlog.get_logger("engine.loading")
 

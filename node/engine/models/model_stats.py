@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MIN_MEASURED_TOKENS = 64
 """Minimum prompt tokens from which bytes per token are measured."""
 FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
-"""Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
+"""Tokens per second that `estimate_prefill_seconds` assumes before the first measured prefill."""
 
 
 @dataclass(slots=True, eq=False)

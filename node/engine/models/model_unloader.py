@@ -1,9 +1,9 @@
 """Unloading of models, and the order in which reusable memory is freed.
 
 The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. Models in
-use and preloaded models are not unloaded to free memory. Any other model is unloaded after `max_idle_seconds` without
-use. A model whose files were replaced on disk is unloaded as soon as it is idle, even if it is preloaded. Until then it
-answers under its old fingerprint.
+use and preloaded models are not unloaded to free memory. Any other model is also unloaded after `max_idle_seconds`
+without use (0: never). A model whose files were replaced on disk is unloaded as soon as it is idle, even if it is
+preloaded. Until then it answers under its old fingerprint.
 """
 
 import time

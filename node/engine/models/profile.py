@@ -1,6 +1,6 @@
 """Memory profiles of models on this machine, and the folder that stores them.
 
-A profile belongs to the fingerprint of a model, the machine and the versions of the libraries. A file that is
+A profile belongs to a model, a machine, and the versions of the software (`MemoryProfileKey`). A file that is
 unreadable or has another key is ignored with a log event, and replaced by the next measurement.
 """
 

@@ -1,10 +1,11 @@
-"""Memory profiler: measure a model on this machine, by a short probe at its first load or by a sweep on order.
+"""Memory profiler: measure a model on this machine, by a short probe at a load without a stored profile, or by a sweep
+on order.
 
 The probe (`memory_probe`) ensures samples of many shapes from the start.
 
 The residual is the largest number of bytes by which a forward exceeded its KV and its estimate. The forward is measured
-by the kernel's high-water mark where there is one. The gate's margin follows from the residual. The longest row from
-the fit is then checked against a reading (`node.engine.models.context_search`).
+by the kernel's high-water mark where there is one. The gate's margin follows from the residual. If no other model is
+loaded, the longest row is then checked against a reading (`node.engine.models.context_search`).
 
 Measurements are stored by `node.engine.models.profile`.
 """
@@ -84,7 +85,7 @@ class Profiler:
         self._known: set[str] = set()
 
     def estimate_seconds(self, descriptor: ModelDescriptor) -> float:
-        """Return the maximum duration of measuring a model at its next load, in seconds. Return 0.0 if its profile is
+        """Return the expected seconds of measuring a model at its next load: `PROBE_SECONDS`, or 0.0 if its profile is
         stored, for an encoder, or with `enabled` False."""
         fingerprint, layout = descriptor.fingerprint, descriptor.layout
         if not self._enabled or fingerprint in self._known or (layout is not None and layout.encoder is not None):

@@ -1,9 +1,8 @@
 """Crash recorder: write each native call, before the call begins, to a page of memory that outlives the process.
 
 A crash in native code leaves no time for a message. The page is a deleted file that the engine maps. The agent holds
-its descriptor and reads the page after the end of the process. The page names the request, or the loading model, whose
-call was running. The router never places that request again. A model that crashes the engine twice within 10 minutes is
-not loaded for 10 minutes (`node.engine_process.quarantine`).
+its descriptor and reads the page after the end of the process. The page names the model of the running call, and its
+request if the call concerns only one.
 
 The page has a slot for the calls of the inference thread, such as a forward or a piece of a load. Each thread that
 tokenizes prompts has another slot, up to three threads. After a crash the call of the inference thread, if any, is the

@@ -66,7 +66,7 @@ class NativeCallKind(IntEnum):
     LOAD = 4
     """Piece of a model load."""
     READ = 5
-    """Tokenization of a prompt, which counts as a native call: template and tokenizer are files of the model."""
+    """Tokenization of a prompt. It is recorded as well, because a model's template or tokenizer may crash or hang."""
     EMBED = 6
     """Forward over texts for vectors or scores."""
 

@@ -4,10 +4,9 @@ Only this thread calls `handle` and `step` of the engine. The I/O thread, the ma
 short prompts. Two prompt threads tokenize all other prompts, after the engine has found room for them. One of the two
 handles only long texts.
 
-One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
-due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every
-native call before the call. The I/O thread puts both into its answers to pings. The agent can therefore tell a busy
-engine from a hung one.
+When no work is due, the thread waits on a condition without wake-ups. The engine publishes the start and the expected
+duration of every native call before the call. The I/O thread puts the elapsed and the expected seconds into its answers
+to pings. The agent can therefore distinguish a busy engine from a hung one.
 """
 
 import threading
@@ -24,10 +23,10 @@ from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import Admitted, Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
-"""Minimum seconds since the last report before a report that frames from the agent cause. The end of a load or unload
-is reported at once."""
+"""Minimum seconds from the last report to a report because of a frame from the agent. The end of a load or unload is
+reported at once."""
 STEP_REPORT_INTERVAL_SECONDS = 0.25
-"""Seconds between reports while the engine only makes steps, because each report costs CPU in the agent."""
+"""Minimum seconds between reports while the engine only makes steps, because each report costs CPU in the agent."""
 MAX_HELD_SECONDS = 0.02
 """Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 

@@ -43,12 +43,13 @@ from node.settings import NodeSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
 from wire.frames import Frame, Ping, Pong, StopEngine
 
-READ_BYTES = 256 * 1024
-"""Maximum bytes of one read from the socket."""
+READ_BYTES = 64 * 1024
+"""Maximum bytes of one read from the socket. Each read allocates them, and glibc maps a block above 128 KiB
+separately."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
-"""Maximum bytes of the settings."""
+"""Maximum bytes of the settings that the agent sends. Above it the process exits with `EXIT_SETTINGS`."""
 EXIT_TIMEOUT_SECONDS = 5.0
 """Maximum seconds until a native call in flight has returned and the memory is released. A server with 373 GB of wired
 weights took up to 4.1 s to release them (oMLX#2184)."""
@@ -284,7 +285,8 @@ def _end_process(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the engine process on the descriptors of the command line. This call ends the process (`serve`)."""
+    """Run the engine process on the descriptors of the command line, without core dumps, and ignore SIGINT. This call
+    ends the process (`serve`)."""
     options = argparse.ArgumentParser(prog="node.engine.process.main")
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
     options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")

@@ -24,7 +24,7 @@ class RequestShape:
     answer_tokens: int
     """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
     choices: int
-    """Number of choices."""
+    """Number of choices. Those of a resumed request that have ended count until `replace_choices`."""
 
     @property
     def length(self) -> int:
@@ -42,8 +42,8 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
     context.
 
     An answer ends where the context ends, also if max_tokens is higher. The limit of a resumed answer counts from its
-    start, as for a new one. A resumed answer that is longer already ends with its next token: another node had another
-    default or context.
+    start, as for a new one. If the resumed answer is longer already, because another node had another default or
+    context, it ends with its next token.
     """
     max_tokens = request.params.max_tokens
     context = min(context, request.context_limit or context)

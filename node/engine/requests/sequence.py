@@ -56,7 +56,7 @@ class Row:
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 bytes if the row is
+        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 tokens if the row is
         preempted."""
         self.commitment = commitment
 
@@ -177,14 +177,16 @@ class Sequence:
     joined: float = 0.0
     """Time of the first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent, or of a later first join or packed join; 0.0 before the first join."""
+    """Time of the last sent output, or of the first join or a packed join if that is later; 0.0 before the first
+    join."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
-    """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
+    """Hash of the prompt (`prefix_store.hash_prompt`). Empty before the lookup, and if the prefix cache is off or
+    cannot store the caches of the model."""
     yielded: bool = False
-    """Whether the request was preempted for a key that held fewer rows or less memory; such a request returns in turn
-    with all other requests."""
+    """Whether the request was preempted for a key that held fewer rows or less memory. Such a request precedes new
+    requests of its own key only (`find_first_preempted`)."""
 
     @property
     def number(self) -> int:

@@ -4,11 +4,10 @@ A tokenizer keeps records of its own in addition to the tokens. They take up to 
 token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
 times. No estimate of a forward covers these bytes.
 
-The gate therefore checks a prompt for which `arithmetic.estimate_tokenize_bytes` returns more than 0, on the inference
-thread. The bytes are reserved until the prompt is tokenized. Two threads tokenize such prompts, one of them only long
-texts. A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys.
-The I/O thread prepares only short prompts (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits
-and cancels without a wait.
+The gate therefore checks these bytes (`UntokenizedPrompt.need`) on the inference thread, and they are reserved until
+the prompt is tokenized. Two prompt threads tokenize such prompts, one of them only texts above `LONG_PROMPT_BYTES`, for
+which other prompts therefore do not wait. Each thread takes turns between API keys. The I/O thread prepares only short
+prompts (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits and cancels without a wait.
 
     I/O thread                       inference thread              prompt threads
     not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize

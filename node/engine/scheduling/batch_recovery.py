@@ -3,8 +3,8 @@
 An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. At the
 second exception, the request of a row fails.
 
-All ends of a request pass through `BatchRecovery`, which removes its rows from prefills, batches and ledger. A broken
-batch can end further requests, and the end of a request can break a batch. Both are therefore in one class.
+All ends of a scheduled request pass through `BatchRecovery`, which removes its rows from prefills, batches and ledger.
+A broken batch can end further requests, and the end of a request can break a batch. Both are therefore in one class.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping

@@ -68,8 +68,8 @@ class PackedPrefill:
         return [members[place] for place in places]
 
     def _can_pack(self, prefill: Prefill) -> bool:
-        """Return whether a prompt may be packed: it has one row, has not started, and little of it is cached. Look up
-        its cached prefix."""
+        """Return whether a prompt may be packed, and find its cached prefix. Such a prompt has one row and plain
+        caches, has not started, and need not run alone. Little of it is cached."""
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.loaded_model.plain:
             return False
         self._prefixes.find_prefix(prefill)
@@ -77,7 +77,7 @@ class PackedPrefill:
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
         """Return the first prompts of `members` that pass the gate in one forward. After each refusal, try the first
-        half of the remaining prompts.
+        half of the refused prompts.
 
         Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
         """

@@ -118,12 +118,12 @@ class Prefill:
     sequence: Sequence
     """Request of the rows."""
     rows: list[Row]
-    """Rows that share the past and have not joined yet."""
+    """Rows that share the tokens `ids` and have not joined yet."""
     ids: list[int]
     """Ids of the tokens that the cache must hold."""
     is_return: bool = False
-    """Whether a row of the request had joined when the prefill was queued, because rows were preempted or their batch
-    broke."""
+    """Whether a row of the request had joined a batch before: the rows of this prefill return after a preemption or a
+    broken batch."""
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
@@ -171,7 +171,8 @@ class Prefill:
         return len(self.ids) - self.stored_tokens
 
     def bound_chunk(self, count: int) -> int:
-        """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
+        """Return the number of tokens in the next chunk: `count`, or fewer if the next wanted snapshot is before the
+        end of such a chunk."""
         stops = () if self.past is None else self.past.stops
         return min([count, *(stop - self.stored_tokens for stop in stops if stop > self.stored_tokens)])
 

@@ -1,7 +1,8 @@
 """Sampling of a token from logits: penalties, bias, temperature, top-k, top-p, min-p, and reproducible draws.
 
 Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state. A row that is
-rebuilt or resumed on another node therefore draws the same tokens.
+rebuilt or resumed on another node therefore uses the same random numbers. Its tokens can still differ, because rounding
+differs between batches and chips (docs/availability.md).
 
 The order is repetition penalty, presence and frequency penalties, bias, temperature, top-k, top-p, min-p, draw. From
 the temperature on, the order is that of Transformers.

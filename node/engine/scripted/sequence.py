@@ -185,7 +185,7 @@ class ScriptedSequence:
     """Monotonic time from which the prefill may continue after the gate refused it; 0.0 unless it was refused since the
     last decode or preemption."""
     yielded: bool = False
-    """Whether the request was preempted for another key."""
+    """Whether the request was preempted for another key. It then precedes new requests of its own key only."""
     begun: float = 0.0
     """Start of the decode; 0.0 before."""
     last_token_at: float = 0.0

@@ -10,8 +10,8 @@ text can still change. Examples are half a character, a possible marker, newline
 beginning of a stop string. `finish` returns all held text.
 
 Rules
-- Stop strings: No part of a stop string is ever sent, and no text after it. Only content is searched for stop strings,
-  not reasoning or calls.
+- Stop strings: No part of a completed stop string is sent, and no text after it. Only content is searched for stop
+  strings, not reasoning or calls.
 - Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
   earlier content, newlines after a marker separate it from further content; without further content they are removed.
 - Blocks: A block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes content with its

@@ -22,7 +22,7 @@ from typing import Final, cast
 from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace, MarkerSet
 
 HEADER: Final = "header"
-"""State within the header of a message, whose text is not sent."""
+"""State within the header of a message. Its text is sent only if the answer has no marker."""
 START: Final = "<|start|>"
 CHANNEL: Final = "<|channel|>"
 MESSAGE: Final = "<|message|>"

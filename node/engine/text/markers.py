@@ -10,7 +10,7 @@ therefore rebuild a block exactly as generated.
                             inner ─────think end───► normal      no call: the reasoning only mentioned the marker
     normal ──naked start──► naked ─────naked end───► normal      and a lone call end is removed
 
-A model's own response format adds states and edges; text in other states is never sent.
+A model's own response format adds states and edges. Text in an added state is sent only if the answer has no marker.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
-"""Stop strings over a stream: no part of a stop string is ever sent, wherever the pieces are cut.
+"""Stop strings over a stream: no part of a completed stop string is sent, wherever the pieces are cut.
 
-Text that may start a stop string is held back until this is decided. The first completed stop string counts; of several
-that end together, the longest. The cut therefore never depends on the pieces.
+Text that may start a stop string is held back until this is decided, at the latest by the end of the answer. The first
+completed stop string counts; of several that end together, the longest. The cut therefore never depends on the pieces.
 """
 
 from collections.abc import Iterable

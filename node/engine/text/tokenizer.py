@@ -116,9 +116,9 @@ class Tokenizer:
         """Return the tokens of a request: its ids unchanged, its text without a template, or its messages rendered by
         the model's template.
 
-        If a text clearly has more than `max_tokens` tokens (0: no limit), raise `TooLong` as soon as they are counted.
-        A slightly longer prompt is returned. Raise `TemplateFailed` if template or tokenizer fail, the prompt is empty,
-        or an id is out of range.
+        With `max_tokens` above 0, raise `TooLong` for a very long text with more tokens (`encode`). Other prompts are
+        returned whole. Raise `TemplateFailed` if template or tokenizer fail, the prompt is empty, or an id is out of
+        range.
         """
         plain = bool(request.text or request.ids)
         try:
@@ -190,8 +190,9 @@ class Tokenizer:
     def encode(self, text: str, *, plain: bool, max_tokens: int = 0) -> tuple[int, ...]:
         """Return the token ids of a text. `plain` includes the special tokens that the tokenizer adds to every text.
 
-        If a text of more than `LONG_TEXT_CHARS` clearly has more than `max_tokens` tokens (0: no limit), raise
-        `TooLong` as soon as they are counted. Raise `TokenizerPanic` if the native tokenizer panics.
+        With `max_tokens` above 0, raise `TooLong` as soon as more than `TOKENIZE_SLACK` times as many tokens are
+        counted. Only a Rust tokenizer counts them, and only in a text with more characters than `TOKENIZE_SLICE_CHARS`
+        and twice `max_tokens`. Raise `TokenizerPanic` if the native tokenizer panics.
         """
         with convert_panics():
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:

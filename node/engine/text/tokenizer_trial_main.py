@@ -2,9 +2,9 @@
 
     python -P -m node.engine.text.tokenizer_trial_main FOLDER CPU_SECONDS
 
-A timer of CPU time ends the process; no native call delays it. A panic of the native tokenizer excludes the model: its
-regular expression exceeded a limit of steps, which takes seconds for each such text. Other errors of the template or
-the tokenizer are no reason to refuse the model: each fails only its own request.
+A timer of CPU time ends the process; no native call delays it. A panic of the native tokenizer excludes the model,
+because each text that makes a regular expression exceed its limit of steps takes seconds. Other errors of the template
+or the tokenizer are no reason to refuse the model: each fails only its own request.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Tool calls from a block of model text: one parser for each model family, one result format.
 
-The parsers are mlx-lm's. They may raise any exception on text that they do not understand. Some return lists, tuples,
-sets or text as arguments. A block is accepted only if every call has a name and an object of arguments that can be
-written as JSON. Otherwise the result is empty, and the caller sends the block as content.
+The parsers may raise any exception on text that they do not understand. A block is accepted only if every call has a
+name and arguments. The arguments must be an object, or the JSON text of an object. Null and empty text count as `{}`.
+For any other arguments, such as lists or sets, the result is empty, and the caller sends the block as content.
 """
 
 import json
@@ -23,9 +23,9 @@ class ToolCallParser:
     """Parser of the tool calls in one choice; `count` is the number of calls so far.
 
     The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
-    the request's tools: if the parser fails with one, the next is used. `end` is the marker at the end of a call; empty
-    if a call ends with the answer. `client_names` has the client's names of tools by the names that the model uses,
-    where they differ.
+    the request's tools: if the parser returns no valid calls with one, the next is used. `end` is the marker at the end
+    of a call; empty if a call ends with the answer. `client_names` has the client's names of tools by the names that
+    the model uses, where they differ.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
 FIRST_BACKOFF_SECONDS = 0.25
 """Maximum wait in seconds after the first failure; each further failure doubles the wait."""
 MAX_DOUBLINGS = 5
-"""Number of failures in a row after which the wait does not grow any more."""
+"""Maximum number of doublings: no wait after a failure is longer than 8 s."""
 _RATE_LIMIT = re.compile(r"r\s*=\s*(\d{1,12})\s*;\s*t\s*=\s*(\d{1,12})")
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 

@@ -1,7 +1,7 @@
 """HTTP client of one source of model files: the hub, or the mirror of another node.
 
 Rules
-- The token goes to the scheme, host and port of the source only. A redirect to another host does not get it.
+- The token goes to the scheme, host and port of the source only, not to the target of a redirect elsewhere.
 - A redirect leads from `https` to `https`. A source with `http` may redirect to both.
 - A mirror never opens its port again. After a refused connection, the mirror therefore counts as lost at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The

@@ -1,6 +1,7 @@
 """Sources of a download in their order, with the faults and timeouts of each. The first one that is not lost is used.
 
-A source is lost when it refuses, or when it makes no progress for a time that depends on the fault.
+A source is lost when it refuses, when it demands too long a wait, or after a time without progress that depends on the
+fault.
 """
 
 import random
@@ -22,7 +23,7 @@ HUB_TIMEOUT_SECONDS = 60.0
 MIRROR_TIMEOUT_SECONDS = 15.0
 """Seconds without progress after which a mirror or a relay is lost."""
 PENDING_TIMEOUT_SECONDS = 600.0
-"""Timeout in seconds without progress for a mirror that is still downloading the requested piece. Then it is lost."""
+"""Minimum seconds without progress after which a mirror is lost while it still downloads the requested piece."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
 """Codes of lost sources that become the code of the download's error, because they name a cause."""
 

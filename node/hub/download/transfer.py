@@ -3,7 +3,8 @@
 Threads
 - `connections` workers fetch spans: pieces of one file in a row, by one request.
 - One verifier hashes each file as far as its pieces are there without a gap. A file with the digest of the manifest
-  gets the name of its blob. Any other file is discarded, and fetched from the sources that did not contribute to it.
+  gets the name of its blob. Any other file is discarded and fetched again. The sources that contributed to it are then
+  excluded, unless pieces of an earlier download were in it.
 
 A span stays with its worker until it is complete. A body that ends early is continued at its next byte, by the same
 source or the next.

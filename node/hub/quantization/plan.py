@@ -48,7 +48,7 @@ class QuantizationPlan:
     target: Path
     """Folder of the result."""
     root: Path
-    """Folder of models in which `target` is created (`choose_folder`)."""
+    """Folder of models below which `target` is created (`choose_folder`)."""
     cost: QuantizationCost
     """Predicted disk space and memory."""
 

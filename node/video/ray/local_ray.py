@@ -48,7 +48,7 @@ from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELA
 from wire.units import GIB
 
 START_TIMEOUT_SECONDS = 120.0
-"""Maximum seconds until Ray is up. Then it is ended, and started again after a delay."""
+"""Maximum seconds until Ray is up. After that Ray is ended, and started again after a delay."""
 PORTS = 60
 """Number of ports from `worker.ray_ports` on that belong to Ray."""
 RESOURCE = "video_lease_gib"

@@ -9,9 +9,10 @@ The file imports no other module of the project, because the worker's environmen
              print to stderr instead: the descriptor is duplicated before any of them is loaded
     exit     0 done, 2 no job, 3 failed and reported, 4 parent ended
 
-The wired limit is set below the lease before any weight is read, and the cache is small. Each of two experts is
-unloaded when its half of the steps is done: only one is in memory at a time. A counter of transformer blocks is the
-sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside of this process.
+The cache is small. Unless the job forbids it (`wire`), the wired limit is set below the lease before any weight is
+read. Each of two experts is unloaded when its steps are done: only one is in memory at a time. A counter of transformer
+blocks is the sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside of this
+process.
 
 Versions of the engine differ in their parameters. Every call is filtered by the signature, hence 0.18 and 0.38 both
 work.

@@ -41,7 +41,7 @@ from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBo
 from wire.video import LeaseEndCode
 
 POLL_INTERVAL_SECONDS = 0.2
-"""Seconds between two checks."""
+"""Seconds between two checks of a worker."""
 EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that a worker has to exit after it has reported the end of its job. Then it is ended like a worker at
 fault."""

@@ -39,8 +39,10 @@ from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Me
 
 ANTHROPIC = DialectStyle(encode_error, names=(b"request-id", b"x-request-id"))
 NO_THREADS = "thread_unsupported_request"
-"""Code of the refusal of `thread`, with which a client sends only its new messages. Claude Code sends the request again
-with all messages after this code, and no `thread` in the rest of the session."""
+"""Code of the refusal of `thread`, with which a client sends only its new messages.
+
+After this code, Claude Code sends the request again with all messages, and no `thread` in the rest of the session.
+"""
 
 NO_ANSWER = CompleteAnswer({}, {}, {})
 """Answer to a request that only puts its prompt into the prefix cache."""
@@ -68,7 +70,8 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class MessagesRoute:
-    """Dialect of `/v1/messages`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/messages`. With `strict`, unknown fields are refused, and tools and blocks that are otherwise
+    left out."""
 
     style = ANTHROPIC
 
@@ -84,7 +87,8 @@ class MessagesRoute:
 
 
 class CountRequest(NamedTuple):
-    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the ignored fields and tools.
+    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the names of the ignored fields, tools and
+    blocks.
 
     The frame has the number 0, which the sender replaces.
     """
@@ -96,7 +100,7 @@ class CountRequest(NamedTuple):
 def parse_count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
     """Parse the body of `/v1/messages/count_tokens`. Return the request, or a 400 problem.
 
-    `created` is in Unix seconds. With `strict`, unknown fields are refused.
+    `created` is in Unix seconds. `strict` is that of `MessagesRoute`.
     """
     parsed = COUNT.read(body, strict=strict)
     if isinstance(parsed, Problem):

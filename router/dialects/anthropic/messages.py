@@ -1,13 +1,13 @@
 """Conversion of Anthropic's messages to the messages of a Generate frame.
 
 Anthropic's turn is a list of blocks. A frame's message has one text, one reasoning and its calls, and each tool result
-is a separate message. Neighbours of one role are merged, as Anthropic documents, because many templates accept only
-alternating roles. System texts at the beginning, in `system` or in messages, become one message. Later system texts
-keep their position.
+is a separate message. Neighbours of one role, except tool results, are merged, as Anthropic documents, because many
+templates accept only alternating roles. System texts at the beginning, in `system` or in messages, become one message.
+Later system texts keep their position.
 
 Blocks of unknown types in messages of the assistant and of the system are omitted, such as a search on another server.
-A block of the user that is no text is refused, unless its message has results of tools. Claude Code sends a PDF file
-that a tool has read this way.
+Only the summary in a block `compaction` is kept. A block of the user without a text form, such as an image, is
+refused, unless its message has results of tools. Claude Code sends a PDF file that a tool has read this way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -99,7 +99,7 @@ def _render_block(block: ResultBlock) -> str:
 
 
 def list_omitted_parts(body_messages: Iterable[AnthropicMessage]) -> list[str]:
-    """Return the blocks that the prompt omits, also within tool results, as `path=type`.
+    """Return the blocks that the prompt omits or replaces by a note, also within tool results, as `path=type`.
 
     These are blocks that are no text, such as images and PDF files, and blocks of unknown types.
     """
@@ -119,7 +119,7 @@ def _list_parts(block: Block) -> Sequence[ResultBlock]:
 
 
 def _is_omitted(block: Block) -> bool:
-    """Return whether a block is no text, such as an image or a PDF file, or of an unknown type."""
+    """Return whether a block has no text for the prompt, such as an image, a PDF file, or one of unknown type."""
     if isinstance(block, DocumentBlock):
         return isinstance(block.source, ForeignPart)
     return isinstance(block, ForeignPart) and block.type != "tool_reference" and not _get_summary(block)

@@ -1,7 +1,8 @@
 """`/v1/messages`: convert deltas and usage to Anthropic's answer, whole or as events; and render its errors.
 
 A stream is a list of blocks, each opened, filled and closed before the next: reasoning, text, a call. The first event
-has the exact count of the prompt if a node has counted it by then. The last event always has it.
+has the exact count of the prompt if a node has counted it by then. In a complete stream, the event `message_delta` has
+it.
 """
 
 from collections.abc import Iterable

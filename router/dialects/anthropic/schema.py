@@ -109,7 +109,7 @@ class ToolResultBlock(CacheablePart):
 
 
 class ThinkingBlock(StrictPart):
-    """Reasoning of the assistant in an earlier turn."""
+    """Reasoning of the assistant in an earlier turn. `signature` has no effect."""
 
     type: Literal["thinking"]
     thinking: str
@@ -263,7 +263,7 @@ class AnthropicMessage(StrictPart):
 class AnthropicTool(CacheablePart):
     """Tool that the model may call. Hints for Anthropic's own servers have no effect.
 
-    With `strict` the input of its calls follows `input_schema`.
+    With `strict`, the input of its calls must follow `input_schema`.
     """
 
     type: Literal["custom"] | None = None
@@ -290,10 +290,10 @@ AnyTool = Annotated[
 
 
 class ToolChoice(StrictPart):
-    """Choice of the tools that the model may or must call. `name` is required with the type `tool`, and refused with
-    any other type.
+    """Choice of the tools that the model may or must call.
 
-    With `disable_parallel_tool_use` the answer ends after its first call.
+    In `/v1/messages`, `name` is required with the type `tool`, and refused with any other type. With
+    `disable_parallel_tool_use` the answer ends after its first call.
     """
 
     type: Literal["auto", "any", "tool", "none"]
@@ -354,7 +354,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation: `metadata.user_id`, empty without one."""
+        """Name of the conversation: `metadata.user_id`, shortened if it is long; empty without one."""
         user_id = (self.metadata or {}).get("user_id")
         return shorten_name(user_id) if isinstance(user_id, str) else ""
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all texts, answered with their vectors."""
+"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all inputs, answered with their vectors."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -42,7 +42,7 @@ class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Names of the fields of the body that have no effect."""
     as_base64: bool = False
-    """Whether the answer has the base64 of the bytes of each vector."""
+    """Whether the answer has each vector as the base64 of its bytes, not as a list of numbers."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""

@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_embeddings(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, *, as_base64: bool) -> bytes:
-    """Encode the answer of `/v1/embeddings`, with numbers or with the base64 of their bytes."""
+    """Encode the answer of `/v1/embeddings`: with numbers, or if `as_base64`, with the base64 of their bytes."""
     encode_vector = _encode_base64 if as_base64 else encode_numbers
     rows = (
         b'{"object":"embedding","index":%d,"embedding":%b}' % (place, encode_vector(vector))

@@ -79,7 +79,8 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class OllamaChatRoute:
-    """Dialect of `/api/chat`. With `strict`, unknown fields are refused."""
+    """Dialect of `/api/chat`. With `strict`, unknown fields and options are refused, and tools that are otherwise left
+    out."""
 
     style = OLLAMA
 
@@ -106,7 +107,7 @@ class OllamaChatRoute:
 
 
 class OllamaGenerateRoute:
-    """Dialect of `/api/generate`. With `strict`, unknown fields are refused."""
+    """Dialect of `/api/generate`. With `strict`, unknown fields and options are refused."""
 
     style = OLLAMA
 
@@ -132,8 +133,10 @@ def strip_latest_tag(model: str) -> str:
 
 
 def check_unload(raw: bytes) -> Problem | None:
-    """Return the 501 problem if a body without a prompt (`raw`, JSON) unloads its model by `keep_alive: 0`, else
-    None."""
+    """Return the 501 problem if a body (`raw`, JSON) has `keep_alive: 0`, else None.
+
+    Call it only for a body without a prompt, which unloads the model of Ollama.
+    """
     fields = read_object(raw, CHAT.max_values)
     if not isinstance(fields, dict) or not _ZERO.fullmatch(str(fields.get("keep_alive"))):
         return None
@@ -144,7 +147,10 @@ def check_unload(raw: bytes) -> Problem | None:
 def _build_load(
     body: OllamaBody, raw: bytes, ignored: tuple[str, ...], *, strict: bool, chat: bool
 ) -> OllamaRequest | Problem:
-    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama."""
+    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama.
+
+    Return the problem of `check_unload` if the body unloads the model instead.
+    """
     unload = check_unload(raw)
     if unload is not None:
         return unload
@@ -280,7 +286,7 @@ def _convert_messages(body_messages: Iterable[OllamaMessage]) -> list[Message] |
 
 
 def _find_answered_call(waiting: Mapping[str, str], name: str) -> str:
-    """Return the id of the first call without a result, of this name if one is given."""
+    """Return the id of the first call without a result, of this name if one is given; empty if there is none."""
     return next((call for call, called in waiting.items() if not name or called == name), "")
 
 

@@ -1,7 +1,7 @@
 """Ollama's read-only routes: its version, and the cluster's models in the shapes that Ollama's clients list and show.
 
 Names are Macpool's, without tags. Fields that exist only in Ollama's own files (parameters, templates, families) are
-empty. Digests derive from Macpool's fingerprints and change with the weights.
+empty. Digests derive from Macpool's fingerprints, or from the name of a model without one.
 """
 
 import hashlib
@@ -46,7 +46,8 @@ def list_models(models: VisibleModels, created: int) -> bytes:
 
 
 def list_loaded_models(view: ClusterView) -> bytes:
-    """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of one copy."""
+    """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of the weights,
+    counted once."""
     loaded = view.get_loaded_models()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode(

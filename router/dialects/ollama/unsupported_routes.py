@@ -14,7 +14,7 @@ UNSUPPORTED_ROUTES = frozenset(_HINTS)
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama. Its message names the command for the purpose.
+    """Build the 501 problem for an unsupported route of Ollama. Its message tells what to do instead.
 
     Uploads of blobs (`/api/blobs/DIGEST`) belong to `/api/create`.
     """

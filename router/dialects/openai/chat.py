@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-A body that the fast parser (`chat_fast_parse`) cannot read is validated by pydantic (`chat_schema`). Every accepted
-field has an effect or is named as ignored. All else is a 400 problem that names the parameter.
+A body that the fast parser (`chat_fast_parse`) cannot read is validated by pydantic (`chat_schema`). A body that it
+refuses gives a 400 problem, with the parameter if a certain one is wrong.
 """
 
 from functools import lru_cache
@@ -46,8 +46,7 @@ _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%
 
 
 class ChatRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed body of `/v1/chat/completions`. `custom` are the names of functions that the client knows as custom
-    tools."""
+    """Parsed body of `/v1/chat/completions`. `custom` has the names of its custom tools; other tools are functions."""
 
     custom: frozenset[str] = frozenset()
 
@@ -61,7 +60,8 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class ChatRoute:
-    """Dialect of `/v1/chat/completions`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/chat/completions`. With `strict`, unknown fields are refused, and tools and parts that are
+    otherwise left out."""
 
     style = OPENAI
 
@@ -74,8 +74,7 @@ class ChatRoute:
 
 
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body (UTF-8 JSON), or return a 400 problem with the parameter. With `strict`, unknown fields are
-    refused."""
+    """Parse a body (UTF-8 JSON), or return a 400 problem. `strict` is that of `ChatRoute`."""
     plain = chat_fast_parse.read(body, encode_plain_tools, ChatRequest)
     return parse_wholly(body, strict=strict) if plain is None else plain
 
@@ -84,8 +83,8 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 def encode_plain_tools(raw: bytes) -> str | None:
     """Return the functions of a body's field `tools` as JSON for the engine. `raw` is the JSON of the field.
 
-    Results are cached, because agents repeat their tools. Return None if the complete parser must read the body.
-    Reasons are an empty list, and a tool that is invalid, custom, strict, or of a type that is left out.
+    Results are cached, because agents repeat their tools. Return None for an empty list, and if a tool is invalid,
+    custom, strict, or would be left out.
     """
     request = parse_wholly(_ONLY_TOOLS % raw)
     if isinstance(request, Problem) or not request.tools or request.ignored or request.custom or request.params.grammar:
@@ -94,10 +93,8 @@ def encode_plain_tools(raw: bytes) -> str | None:
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body with the complete parser only. Return the request, or a 400 problem with the parameter.
-
-    With `strict`, unknown fields are refused.
-    """
+    """Parse a body with the complete parser only. Return the request, or a 400 problem. `strict` is that of
+    `ChatRoute`."""
     request = CHAT.read(body, strict=strict)
     return (
         request

@@ -1,9 +1,9 @@
 """Conversion of a chat body's messages to the messages of a Generate frame.
 
 A tool message must name its call, but the call may be missing from the conversation. Clients cut long histories at any
-place, and a model understands a result without its call. A field that has no meaning in a message of that role is
-refused, unless it is empty. Client libraries write all fields of one class into every message. A message of the
-assistant may be empty, because some clients store an answer that had only reasoning as `content: null`.
+place, and a model understands a result without its call. A field of another role (`_ONLY`) is refused, unless it is
+empty. Client libraries write all fields of one class into every message. A message of the assistant may be empty,
+because some clients store an answer that had only reasoning as `content: null`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _ONLY = (
 
 
 def convert_messages(body_messages: list[ChatMessage]) -> tuple[Message, ...] | Problem:
-    """Convert the messages of a chat body, or return a 400 problem with the path of a missing or surplus field."""
+    """Convert the messages of a chat body, or return a 400 problem with the path of the first wrong field or part."""
     messages: list[Message] = []
     for index, message in enumerate(body_messages):
         wrong = _check_message(message, f"messages[{index}]")
@@ -91,8 +91,8 @@ def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
 
 
 def _convert_message(message: ChatMessage) -> list[Message]:
-    """Convert a message. A message of the user with results of tools becomes a message for each result, and one with
-    the rest of its parts."""
+    """Convert a message. A message of the user with results of tools becomes one message for each result, and one for
+    its other parts, if any."""
     results = [
         Message("tool", _join_text(part.content), tool_call_id=part.tool_use_id)
         for part in _list_parts(message.content, ToolResultPart)

@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class ChatChunks:
     """Encoder of one streamed answer into OpenAI's chunks.
 
-    `custom` has the names of the custom tools, `fingerprint` the fingerprint of the model's files.
+    `custom` has the names of the custom tools. `fingerprint` is that of the model's files; empty if it is unknown.
     """
 
     def __init__(self, spec: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
@@ -124,7 +124,8 @@ class ChatChunks:
         return events + "".join(self._encode_call(choice, channel, text) for channel, text in delta.pieces)
 
     def _encode_call(self, choice: int, channel: int, piece: str) -> str:
-        """Render one tool call; empty when the piece is invalid."""
+        """Render one tool call; empty if the piece is no valid call of a requested choice, or one above
+        `MAX_CALLS_SENT`."""
         if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MAX_CALLS_SENT:
             return ""
         call = convert_call(piece, self._custom)
@@ -136,7 +137,7 @@ class ChatChunks:
 
 
 def convert_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
-    """Return a tool call of the engine in OpenAI's shape. Return None if it is invalid.
+    """Return a tool call of the engine in OpenAI's shape. `piece` is the call as JSON. Return None if it is invalid.
 
     `custom` has the names of the custom tools. All other calls are calls of functions.
     """

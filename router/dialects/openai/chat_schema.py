@@ -144,7 +144,7 @@ class ToolUsePart(StrictPart):
 
 
 class ToolResultPart(StrictPart):
-    """Result of a tool call as a part of a message of the user, as in Anthropic's messages."""
+    """Result of a tool call as a part of a user's message, as in Anthropic's messages. `is_error` has no effect."""
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -240,7 +240,8 @@ MessageCall = Annotated[
 class ChatMessage(StrictPart):
     """Message of the conversation. `annotations` and `parsed` have no effect.
 
-    `refusal` is appended to `content`. `reasoning` counts only without `reasoning_content`.
+    `refusal` is appended to `content`. `reasoning` counts only without `reasoning_content`, reasoning in parts of
+    `content` only without both.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -258,7 +259,7 @@ class ChatMessage(StrictPart):
 
 
 class FunctionSpec(StrictPart):
-    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
+    """Function that the model may call. With `strict`, the arguments of its calls must follow `parameters`."""
 
     name: FunctionName
     description: str | None = None
@@ -274,7 +275,7 @@ class ChatTool(StrictPart):
 
 
 class CustomToolSpec(StrictPart):
-    """Custom tool, whose input is a text. `format` may describe that text by a grammar."""
+    """Custom tool, whose input is a text. A grammar in `format` is shown to the model, and is not enforced."""
 
     name: FunctionName
     description: str | None = None
@@ -308,8 +309,8 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 class ChatBody(FormattedBody):
     """Request body of `/v1/chat/completions`.
 
-    An unsupported field is refused with `unsupported_parameter`; the answer names ignored fields.
-    `INSTEAD` has the effects of the fields for reasoning, and of `usage` and `max_completion_tokens`.
+    An unsupported field is refused with `unsupported_parameter`, unless its value is neutral (`NEUTRAL`). `INSTEAD` has
+    the effects of the fields for reasoning, and of `usage` and `max_completion_tokens`.
     """
 
     model: Named

@@ -133,7 +133,7 @@ def _list_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
 
 
 def _check_combinations(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
-    """Return the problem of fields that exclude each other, None without one."""
+    """Return the 400 problem of a combination of fields that is not supported; None without one."""
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         return build_unsupported(

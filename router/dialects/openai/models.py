@@ -113,11 +113,10 @@ def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, o
 
 
 def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
-    """Return the models of `models` that a member can serve, and their aliases, as JSON in Anthropic's shape.
+    """Return the models of `models` that a member can serve, then the aliases with such a candidate, as JSON in
+    Anthropic's shape.
 
-    All of them are on one page.
-
-    `created`, in Unix seconds, is the creation time of every entry.
+    All of them are on one page. `created`, in Unix seconds, is the creation time of every entry.
     """
     served = models.view.get_served_models()
     rows = [_build_anthropic_model(served[name], created) for name in sorted(served)]

@@ -93,7 +93,10 @@ class ResponsesRequest(ConversationRequest, frozen=True):
 
 
 class ResponsesRoute:
-    """Dialect of `/v1/responses`, with its stored answers. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/responses`, with its stored answers.
+
+    With `strict`, unknown fields are refused, and tools and items that are otherwise left out.
+    """
 
     style = OPENAI
 
@@ -188,9 +191,10 @@ class ResponsesRoute:
         return (*stored.messages, *messages)
 
     def _resolve_references(self, items: Sequence[InputItem], key: str) -> list[Item] | Problem:
-        """Replace the references of a body by the stored items of its key, and leave out its further tools.
+        """Return the items of a body with its references replaced by stored items of the key, and without its
+        `ToolsItem`.
 
-        Return a 400 problem for an item that is not stored, and for a second reference to the same item.
+        Return a 400 problem for a reference to an item that is not stored, and for a second reference to the same item.
         """
         found = self.items.find(key, [item.id for item in items if isinstance(item, ItemReference)])
         resolved: list[Item] = []
@@ -240,7 +244,7 @@ def _collect_tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
 def _convert_tool(
     tool: FunctionTool | ResponsesCustomTool | Namespace | ForeignPart, namespace: str = ""
 ) -> Iterator[OfferedTool]:
-    """Yield the functions of a tool for the model: of a namespace every tool in it."""
+    """Yield the functions of a tool for the model: for a namespace those of its tools, for a tool of a server none."""
     if isinstance(tool, Namespace):
         for inner in tool.tools:
             yield from _convert_tool(inner, tool.name)
@@ -253,7 +257,8 @@ def _convert_tool(
 
 
 def build_unsupported_use(name: str, query: bytes) -> Problem | None:
-    """Return the 404 or 400 problem of an unsupported use of stored answers, such as a stream; None for other uses.
+    """Return the 404 problem of an unsupported route, or the 400 problem of a stored answer as a stream; None for other
+    uses.
 
     `name` is the path after `/v1/responses/`, and `query` the query of the URL.
     """

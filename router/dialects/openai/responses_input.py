@@ -1,5 +1,7 @@
-"""Conversion of `/v1/responses` items to messages: consecutive reasoning, text and calls of the model become one
-message."""
+"""Conversion of `/v1/responses` items to messages.
+
+Reasoning, text and calls of the model that follow each other in this order become one message.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -38,8 +40,8 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
     `origins` maps the names of functions to the tools of the client (`ToolSet.origins`). A call of such a tool gets the
     name under which the model is offered the tool.
 
-    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls, and for an item in which another server has
-    encrypted a conversation.
+    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls, and for a foreign item that cannot be
+    converted (`_convert_foreign_item`).
     """
     if isinstance(items, str):
         return [Message("user", items)]
@@ -70,8 +72,8 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
 def _is_same_turn(turn: Sequence[Message], message: Message, calls: int) -> bool:
     """Return whether a message belongs to the turn before it.
 
-    A tool call always continues the turn. Reasoning and text continue the turn only if it has no tool call yet and its
-    last message has no text.
+    A tool call always continues a turn of the assistant. Reasoning and text continue the turn only if it has no tool
+    call yet and its last message has no text.
     """
     if not turn or turn[0].role != "assistant" or message.role != "assistant":
         return False
@@ -107,9 +109,10 @@ def _convert_item(item: OwnItem, offered: Mapping[tuple[str, str], str]) -> Mess
 
 
 def _convert_foreign_item(item: ForeignItem, path: str) -> Message | Problem | None:
-    """Convert a call that another server or its client ran, or its result. Return None if the prompt omits the item.
+    """Convert a call that another server or its client ran, or its result.
 
-    A search that ran on a server is omitted, because the answer after it has its result.
+    Return None for an item without `call_id`, such as a search on a server: the answer after it has its result. Return
+    a 400 problem for an item of `COMPACTIONS`, and for arguments or a result that cannot be encoded.
     """
     if item.type in COMPACTIONS:
         why = f"{path}.type {item.type!r} is not supported: only its server can read it: begin a new conversation"

@@ -31,7 +31,7 @@ class ResponseMeta:
     """Fields of a request that each answer of `/v1/responses` repeats.
 
     `name` is the id of the answer without its prefix. `body` is the validated body. `fields` is the body as received,
-    for fields that are repeated unchanged. `origins` maps function names to tools that the client knows in another
+    for its `text`, `tool_choice` and `tools`. `origins` maps function names to tools that the client knows in another
     form.
     """
 
@@ -57,7 +57,8 @@ class ResponseMeta:
         }
 
     def build_body(self, spec: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
-        """Return an answer as a JSON object, with this status and these items. `more` overrides further fields."""
+        """Return an answer as a JSON object, with this status and these items. `more` overrides other fields by their
+        names."""
         return {
             "id": f"resp_{self.name}",
             "object": "response",
@@ -196,9 +197,10 @@ class ResponseChunks:
         return events + self._encode_event(f"response.{body['status']}", response=body)
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Close the open item, and encode the event that ends a failed stream, with the reason and the items so far.
+        """Close the open item, and encode the event that ends a failed stream, with the items so far.
 
-        Call `on_end`, because the next request may refer to items that the client has.
+        The event has the reason, unless the client has left. Call `on_end`, because the next request may refer to items
+        that the client has.
         """
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}

@@ -1,6 +1,6 @@
 """Schema of the body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages.
 
-Fields of the type `Any` are accepted and have no effect.
+Fields of the type `Any` are accepted and have no effect, except `namespace` of a call.
 """
 
 from collections.abc import Mapping
@@ -136,7 +136,7 @@ ToolOutput = Annotated[
 
 
 class FunctionTool(StrictPart):
-    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
+    """Function that the model may call. With `strict`, the arguments of its calls must follow `parameters`."""
 
     type: Literal["function"]
     name: FunctionName
@@ -256,7 +256,7 @@ class ReasoningText(StrictPart):
 
 
 class ReasoningItem(ReturnedItem):
-    """Input item: reasoning of the model. The encrypted content of another server cannot be read here."""
+    """Input item: reasoning of the model. `summary` counts only without `content`."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -272,7 +272,7 @@ class ItemReference(StrictPart):
 
 
 class ToolsItem(ReturnedItem):
-    """Input item: further tools, which newer versions of Codex send there. They are the same as those of `tools`."""
+    """Input item: further tools, which count like those of `tools`. Newer versions of Codex send them there."""
 
     type: Literal["additional_tools"]
     role: Any = None

@@ -18,13 +18,13 @@ from wire.frames import Message
 from wire.units import MIB
 
 MAX_RESPONSES = 4096
-"""Maximum answers of all keys together."""
+"""Maximum stored answers of all keys together."""
 MAX_STORED_BYTES = 128 * MIB
-"""Maximum bytes of the answers of all keys together."""
+"""Maximum sum of `StoredResponse.nbytes` of all keys together."""
 MAX_RESPONSES_PER_KEY = 512
-"""Maximum answers of one key."""
+"""Maximum stored answers of one key."""
 MAX_BYTES_PER_KEY = 32 * MIB
-"""Maximum bytes of the answers of one key."""
+"""Maximum sum of `StoredResponse.nbytes` of one key."""
 MAX_ITEM_ANSWERS = 32_768
 """Maximum answers of all keys together whose items are stored."""
 MAX_ITEM_BYTES = 32 * MIB
@@ -38,12 +38,12 @@ MESSAGE_BYTES = 256
 
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
-    """Stored answer of `/v1/responses`."""
+    """Stored answer of `/v1/responses`, or its output items (`OutputItems`)."""
 
     body: bytes
-    """JSON of the answer as sent."""
+    """JSON of the answer as sent, or of the list of its items."""
     messages: tuple[Message, ...]
-    """Conversation up to and including the answer, without the instructions."""
+    """Conversation up to and including the answer, without the instructions; empty if only items are stored."""
     nbytes: int
     """Size that counts towards the limits of the store (`build_stored_response`)."""
 
@@ -68,11 +68,8 @@ class KeyResponses(msgspec.Struct):
 
 
 def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
-    """Build the stored form of an answer, with the size that counts towards the limits of the store.
-
-    `body` is the answer's JSON as sent. `messages` is the conversation up to and including the answer. The size is the
-    bytes of `body`, plus the characters of the messages, plus `MESSAGE_BYTES` for each message.
-    """
+    """Build the stored form of an answer or its items, with its size. Arguments are the fields of `StoredResponse`. The
+    size is the bytes of `body`, plus the characters of the messages, plus `MESSAGE_BYTES` for each message."""
     size = sum(
         MESSAGE_BYTES
         + len(message.content)

@@ -12,7 +12,7 @@ from router.dialects.shared.common_fields import Named, StrictPart
 from router.dialects.shared.field_table import FieldTable
 
 MAX_PROMPT_CHARS = 8000
-"""Maximum characters of a prompt; the text encoder uses 512 tokens."""
+"""Maximum characters of a prompt or of a negative prompt."""
 MAX_SEED = 2**32 - 1
 _INTEGER = re.compile(r"-?[0-9]{1,12}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")

@@ -29,7 +29,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Names of the fields of the body that have no effect."""
     top_n: int | None = None
-    """Number of results; None for all documents."""
+    """Maximum number of results; None for all documents."""
     with_documents: bool = False
     """Whether a result of `/v1/rerank` has the text of its document; a result of `/v2/rerank` never has it."""
 

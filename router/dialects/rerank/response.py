@@ -11,7 +11,7 @@ from router.errors import Problem
 from wire.frames import Finished
 
 DOCUMENTS_PER_UNIT = 100
-"""Documents of one search unit, as Cohere counts them."""
+"""Maximum documents of one search unit, as Cohere counts them."""
 
 
 def encode_cohere_error(problem: Problem, request_id: str) -> bytes:

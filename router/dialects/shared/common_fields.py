@@ -56,18 +56,19 @@ SESSION_NOTE = "names the conversation, whose next request goes to the same node
 
 
 class StrictPart(BaseModel):
-    """Base of all bodies and their parts: no unknown field, and no conversion between types.
+    """Base of all bodies and their parts: no conversion between types, and no unknown field unless `FieldTable.parse`
+    ignores it.
 
-    The validator of a body is built at its first request, in any thread. This needs pydantic 2.14, which takes a lock.
+    The validator of a body is built at its first request, in any thread. For that, pydantic 2.14 takes a lock.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class ForeignPart(BaseModel):
-    """Tool, or part of a tool's result, of a type that is not supported, such as a web search or an image.
+    """Tool, or part of a message or of a tool's result, with an unsupported type, such as a web search or an image.
 
-    The model does not get such a tool, and gets a text in place of such a part.
+    The dialect omits it, renders a text in its place, or refuses the request.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, defer_build=True)

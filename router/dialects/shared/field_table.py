@@ -36,7 +36,7 @@ class FieldRow(NamedTuple):
     verdict: str
     """`honoured`, `ignored` or `refused`."""
     note: str
-    """Explanation of the verdict."""
+    """Explanation of the verdict; may be empty for an honoured field."""
 
 
 class ParsedBody(NamedTuple, Generic[B]):
@@ -66,7 +66,7 @@ class FieldTable(Generic[B]):
     instead: Mapping[str, str]
     """Alternative for a refused field, or note on an honoured one."""
     max_values: int = MAX_VALUES
-    """Maximum values of one body."""
+    """Maximum values of one body, counted by its commas and brackets."""
 
     @property
     def known(self) -> frozenset[str]:

@@ -55,7 +55,7 @@ class AnswerReader(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model's files; empty while no node has the request."""
+        """Fingerprint of the model's files; empty before the first attempt on a node."""
         ...
 
 

@@ -56,7 +56,7 @@ def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
 
 
 def decode_arguments(call: AnswerToolCall) -> dict[str, object]:
-    """Return the arguments of a call as an object; empty if they are no JSON object, which an engine never sends."""
+    """Return the arguments of a call as an object; empty if they are no JSON object."""
     try:
         decoded: object = msgspec.json.decode(call.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -65,7 +65,7 @@ def read_object(body: bytes, max_values: int = MAX_VALUES, repaired: frozenset[s
 
 
 def _check_width(body: bytes) -> Problem | None:
-    """Refuse a JSON text that takes more than `MAX_TEXT_BYTES` as Python text.
+    """Return a 400 problem for a JSON text that takes more than `MAX_TEXT_BYTES` as Python text; else None.
 
     Python text has 4 bytes for each character where one character needs them.
     """

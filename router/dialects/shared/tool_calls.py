@@ -28,7 +28,7 @@ _Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 class AnswerToolCall(msgspec.Struct, gc=False):
     """Tool call of an answer, as an engine sends it. `arguments` is JSON text.
 
-    The node's `index` is unused: the order of arrival counts, without duplicates and gaps.
+    The `index` that the node sends is not used: calls are numbered in their order of arrival.
     """
 
     id: _Named

@@ -104,7 +104,8 @@ class CallRule(NamedTuple):
 
 
 def convert_tool_choice(choice: ToolChoice | None) -> CallRule:
-    """Return the constraint on tool calls. Tools of `allowed_tools` that would run on a server are left out."""
+    """Return the constraint on tool calls; `auto` without a choice. Tools of `allowed_tools` that would run on a server
+    are left out."""
     if choice is None:
         return CallRule()
     if isinstance(choice, str):

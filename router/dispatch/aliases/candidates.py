@@ -98,7 +98,7 @@ class AliasCandidates:
         """Newest refusal by all models together; None without one."""
         self.models = tuple(models)
         self.at = 0
-        """Position of the candidate in use."""
+        """Position in `models` of the candidate in use; for the upstream the number of models."""
         self.unused: dict[int, UnusedCandidate] = {}
         """Candidates that were not used yet, by position."""
         self.stored: dict[int, CandidateState] = {}

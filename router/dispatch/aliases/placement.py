@@ -1,7 +1,7 @@
 """Placement of requests that name an alias: its candidates are tried in order at every attempt.
 
 The first candidate that can start now gets the request. If none can, the request goes to the upstream of the alias if
-possible. Otherwise it waits for the first candidate that could ever take it. Every retry tries all candidates again.
+possible. Otherwise it waits for the first candidate that could ever take it. A retry begins again with the first one.
 The candidate is fixed once the client has the head of a stream or tokens exist, because the answer names its model.
 """
 
@@ -93,8 +93,8 @@ class AliasPlacement:
     def offer(self, request: ActiveRequest, result: NoPlacement, start: Callable[[NoPlacement], bool]) -> bool:
         """Call `start` with the refusal of each candidate that may wait, until a call returns True.
 
-        Return whether a call did. If none did, the candidate in use stays. For a request that may not change its model,
-        `start` is called once, with `result`.
+        Return whether a call did. Each candidate is in use during its call; if no call returned True, the former one is
+        in use again. For a request that may not change its model, `start` is called once, with `result`.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -109,10 +109,11 @@ class AliasPlacement:
         return False
 
     def start_any(self, request: ActiveRequest, start: Callable[[], bool]) -> bool:
-        """Call `start` with each candidate in use in turn, until a call returns True. Return whether a call did.
+        """Use each candidate of the alias in turn and call `start`, until a call returns True. Return whether a call
+        did.
 
-        If none did, the candidate in use stays. For a request that may not change its model, return False without a
-        call.
+        If no call returned True, the former candidate is in use again. For a request that may not change its model,
+        return False without a call.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):

@@ -97,8 +97,8 @@ class Assignment:
         self._apply(request, NoRoom(result))
 
     def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
-        """Send a request without a placement to `result.candidate`, the only node that knows whether it can hold the
-        request.
+        """Send a request without a placement to `result.candidate`, the only node that can tell whether the request
+        fits there.
 
         No memory is reserved. Return whether the request was sent: False without a candidate, without a link to that
         node, or while that node swaps models.
@@ -130,7 +130,8 @@ class Assignment:
         return False
 
     def _is_full(self, request: ActiveRequest, candidate: Candidate) -> bool:
-        """Return whether a node lacks only memory, and has not just refused the request."""
+        """Return whether a node has the model loaded, lacks only memory, swaps no model, and has not just refused the
+        request."""
         return (
             candidate.code is RefusalCode.NO_ROOM
             and candidate.model is not None

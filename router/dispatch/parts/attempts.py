@@ -178,7 +178,7 @@ class Attempts:
         )
 
     def release_reported_weights(self, node: NodeView) -> None:
-        """Release the reserved weights of a load, now that the node's report counts them."""
+        """Release the reserved weights of each load that the node's report counts (`NodeView.is_loading`)."""
         loading = {model.name for model in node.models.values() if node.is_loading(model)}
         if loading:
             for request in self.live.values():

@@ -74,7 +74,8 @@ class Surroundings:
     scopes: CacheScopes
     policy: Policy
     on_failure: Callable[[ActiveRequest, str], None]
-    """Function that is called for a request that failed on its node or whose node was lost, with the failure code."""
+    """Function called with a request that failed on its node or whose node was lost, and with the failure code, before
+    recovery."""
 
     @property
     def interval(self) -> float:

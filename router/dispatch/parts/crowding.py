@@ -22,11 +22,11 @@ class CrowdRules:
         self._load = LoadShare()
 
     def add(self, request: ActiveRequest) -> None:
-        """Add an open request."""
+        """Add the expected tokens of an open request to those of its key."""
         self._load.add(request.weighted_key, request.estimated_tokens)
 
     def remove(self, request: ActiveRequest) -> None:
-        """Remove a closed request."""
+        """Subtract the expected tokens of a closed request from those of its key."""
         self._load.drop(request.weighted_key, request.estimated_tokens)
 
     def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:

@@ -110,7 +110,7 @@ class Losses:
         self._assignment.assign(request)
 
     def _list_other_models(self, request: ActiveRequest) -> list[Model]:
-        """List the models of a request's name on the members with which it was not lost."""
+        """Return the models of a request's name on the members that have not lost the request."""
         name, lost = request.demand.model, request.tried.lost
         nodes = (node for node in self._placer.view.nodes if node.state != NodeState.LEFT and node.id not in lost)
         return [node.models[name] for node in nodes if name in node.models]

@@ -62,8 +62,9 @@ class Migration:
     def migrate_node(self, node: NodeId) -> int:
         """Migrate the requests of a live node to other nodes, where their answers continue without a gap.
 
-        Return the number of requests that stay on the node. A request stays if no other node has room or a link now, if
-        its answer can neither restart nor resume, or after `MAX_LOSSES` losses. It may be migrated by a later call.
+        Return the number of requests that stay on the node. A request stays if no other node has room and a link now; a
+        later call may migrate it. A request also stays if its answer can neither restart nor resume, and after
+        `recovery.MAX_LOSSES` losses.
         """
         return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
 
@@ -101,10 +102,10 @@ class Migration:
             del self._silent_since[node]
 
     def rebalance(self, now: float) -> None:
-        """Move requests that wait on other nodes to idle nodes, if the move gains enough time (`rebalancing`).
+        """Move requests that wait on busy nodes to idle nodes, if the move gains enough time (`rebalancing`).
 
-        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued. `now` is in
-        monotonic seconds.
+        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued. `now` is in monotonic
+        seconds.
         """
         waiting = rebalancing.list_movable_requests(self._attempts.live.values(), now)
         if not waiting:
@@ -132,7 +133,7 @@ class Migration:
     def _migrate_request(self, request: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it; return whether it moved.
 
-        `silent` is the time since the node's last report in seconds; None for a drain. A request leaves a silent node
+        `silent` is the time since the node's newest report in seconds; None for a drain. A request leaves a silent node
         only if this time is at least `compute_silence_limit_seconds` for the other node.
         """
         restarts = request.tokens.unbegun and not request.answer.begun

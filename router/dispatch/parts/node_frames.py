@@ -73,7 +73,7 @@ class NodeFrames:
             Refusal: partial(self._receive, self._handle_refusal),
             Failed: partial(self._receive, losses.handle_failure),
         }
-        """Function for each type of `RequestFrame`, which applies a frame from a node."""
+        """Function that applies a frame from a node, by the type of `RequestFrame`."""
 
     def _receive(self, handle: Handler, node: NodeId, frame: RequestFrame) -> None:
         """Apply a frame about a request on the node with `handle`, or a frame about a command; ignore any other."""

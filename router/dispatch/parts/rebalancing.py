@@ -3,8 +3,8 @@
 A request is sent at once wherever it fits. A batch may therefore stand on one machine when another machine joins, wakes
 up, or finishes sooner than expected. Rebalancing gives that machine a part of the batch.
 
-A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on other nodes without a
-first token may then restart there, the oldest first, each once. The move must pay, because the prefill done on the old
+A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on their first node
+without a first token may then restart there, the oldest first. The move must pay, because the prefill done on the old
 node is lost. The wait on the old node must be `MIN_SPEEDUP` times as long as on the new node, plus `MIN_GAIN_SECONDS`.
 Simulated: a batch of 70, half of which still waits when a second Mac joins, is done after 4.5 minutes instead of 8. In
 the scenarios of a household and of a lab, where no machine joins, the waits do not change.
@@ -27,7 +27,7 @@ MIN_SPEEDUP = 3
 Simulated: with 2 the slowest requests wait longer where machines come and go.
 """
 MAX_JUDGED, MAX_EXAMINED, MAX_TARGETS = 64, 256, 16
-"""Maximum requests judged in one pass, maximum requests examined, and maximum target nodes of each model.
+"""Maximum requests judged in one pass, maximum requests examined in it, and maximum target nodes of each model.
 
 A large cluster handles the rest in later passes.
 """

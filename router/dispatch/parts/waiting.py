@@ -121,8 +121,8 @@ class QueuedRequests:
     def retry_requests(self, nodes: Iterable[NodeId]) -> None:
         """Try each queued request once in fair order, because these nodes have changed.
 
-        Requests that fit on one of them are sent. Memory is held for requests that must not wait longer. A request ends
-        if its model can no longer be loaded.
+        A request that fits on one of them is sent to the best of all nodes, unless it must wait for fairness. Memory is
+        held for requests that must not wait longer. A request ends if its model can no longer be loaded.
         """
         chosen = frozenset(nodes)
         changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))
@@ -162,7 +162,8 @@ class QueuedRequests:
         return True
 
     def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
-        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
+        """Decide over all nodes where the changed nodes show that waiting may be useless. Return whether the request
+        was sent or ended.
 
         Waiting may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """

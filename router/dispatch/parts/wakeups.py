@@ -13,7 +13,7 @@ from wire.identity import NodeId
 class NodeChanges:
     """Nodes that changed since the last retry of the queued requests.
 
-    The first change schedules a call of `wake`, before any new frame is handled; several changes make one call.
+    The first change schedules a call of `wake` on the event loop; several changes before it make one call.
     """
 
     def __init__(self, queue: AdmissionQueue[Any], ledger: ReservationLedger, wake: Callable[[], None]) -> None:

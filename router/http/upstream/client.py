@@ -63,8 +63,8 @@ class KeyFileError(Exception):
 def read_key_file(file: Path) -> str:
     """Return the API key in a file that only its owner can read, without white space around the key.
 
-    Raise `KeyFileError` for a file that cannot be read, is not regular, or may be read by other users. Raise it also
-    unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
+    Raise `KeyFileError` for a file that cannot be read, is not regular, or gives a permission to its group or to other
+    users. Raise it also unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -98,7 +98,8 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
 
 
 def create_tls_context(authority: str | None) -> ssl.SSLContext:
-    """Return a context that verifies an upstream's certificate, by the file `authority` or by the system's authorities.
+    """Return a context that verifies an upstream's certificate, by the file `authority`, or if that is None, by the
+    system's authorities.
 
     The context ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise
     `OSError` for a file that cannot be used.
@@ -193,8 +194,9 @@ class UpstreamClient:
     ) -> UpstreamError:
         """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
 
-        `outcome` is one of `UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and `retry_after` its
-        Retry-After in seconds, None without one. `is_fault` is whether the error counts as a fault of the upstream.
+        `outcome` is one of `counters.UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and
+        `retry_after` its Retry-After in seconds, None without one. `is_fault` is whether the error counts as a fault of
+        the upstream.
         """
         return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after, is_fault=is_fault)
 

@@ -45,7 +45,8 @@ class EventReader:
         return events
 
     def _read_line(self, line: bytes) -> bytes | None:
-        """Read one line. Return the data of the event that it ends, if any."""
+        """Read one line. Return the data of the event that it ends, empty data for a comment, and None for any other
+        line."""
         if line.startswith(b":"):
             return b""
         if line.startswith(b"data:"):

@@ -53,7 +53,7 @@ class UpstreamForwarder:
     """Forwarder of requests to upstreams.
 
     `clients` has the HTTP client of each upstream by its name. `settings` has the profiles, whose defaults are added to
-    bodies, and the maximum time without progress of a stream.
+    bodies, and the maximum seconds for which a client may not read its stream.
     """
 
     def __init__(self, dispatcher: Dispatcher, clients: Mapping[str, UpstreamClient], settings: RouterSettings) -> None:

@@ -16,9 +16,17 @@ from tests.support.processes import environment, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
+def _blocks_the_signal(thread: Path) -> bool:
+    """Return whether a thread (/proc/PID/task/ID) blocks SIGUSR1."""
+    fields = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+    return bool(int(fields["SigBlk"], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
 def test_a_node_that_gets_the_signal_to_leave_during_its_start_leaves(tmp_path: Path) -> None:
     state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
     identity, lock = state / "node" / "identity" / "identity.json", state / "node" / "lock"
+    config = state / "config.toml"
+    os.mkfifo(config)
     read, write = os.pipe()
     command = [sys.executable, "-P", "-m", "node.run", "--state", str(state), "--token-fd", str(read)]
     settings = ["--set", "engine.kind=scripted", "--set", "node.machine=studio"]
@@ -27,6 +35,9 @@ def test_a_node_that_gets_the_signal_to_leave_during_its_start_leaves(tmp_path: 
     ) as node:
         try:
             os.close(read)
+            with config.open("w"):  # a thread of the node reads it now
+                threads = Path(f"/proc/{node.pid}/task")  # on Linux
+                assert not threads.exists() or all(map(_blocks_the_signal, threads.iterdir()))
             until(lambda: lock.exists() and lock.read_text(), what="the process id in the lock")
             assert identity.exists()
             node.send_signal(signal.SIGUSR1)

@@ -22,7 +22,7 @@ from tests.support.processes import environment
 
 @pytest.fixture(autouse=True)
 def mask() -> Iterator[None]:
-    """Restore the signals that a lock holds back."""
+    """Restore the signals that `main` blocks."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, set())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

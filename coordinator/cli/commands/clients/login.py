@@ -30,7 +30,8 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     """Store URL, key and authority of the coordinator at URL for later commands, in STATE/login.json (mode 0600).
 
     Later commands without --url use it, unless a coordinator runs in the state folder. A key of the scope `admin`
-    allows every command, `metrics` the read-only commands, `infer` allows `chat`. The key is never an argument.
+    allows every command. The scope `metrics` allows commands such as `status` and `top`, the scope `infer` commands
+    such as `chat` and `models`. The key is never an argument.
     """
     folder, base = state or get_default_state(), parse_base_url(url)
     if (folder / "run.json").exists() and not ApiSession(folder, None, None, output).has_crashed:
@@ -51,7 +52,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
-    """Delete the login that `cluster login` stored. The key stays valid until `cluster key revoke`."""
+    """Delete the login that `cluster login` stored. The key stays valid."""
     file = (state or get_default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")

@@ -180,7 +180,7 @@ def _describe_scope(pem: str) -> str:
 
 
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a PEM file of the system's authorities and `pem`, for programs that need a file. Return its path.
+    """Write a PEM file of the authorities in `BUNDLES` and `pem`, for programs that need a file. Return its path.
 
     A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be read or written.
     """
@@ -219,7 +219,8 @@ def _get_bundle_path(state: Path, fingerprint: str) -> Path:
 
 
 def build_commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
-    """Return the commands, as argument lists, that make this system trust the certificate in `file`.
+    """Return the commands, as argument lists, to trust the certificate in `file`: for this user on macOS, else
+    system-wide.
 
     With `remove`, the commands remove the trust. `fingerprint` is part of the certificate's file name on Linux.
     """

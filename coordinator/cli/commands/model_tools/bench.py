@@ -24,7 +24,7 @@ _BENCHMARKS = "/api/v1/benchmarks"
 @click.option("--show", is_flag=True, help="Print the stored speeds; measure nothing.")
 @session_options
 def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: bool, show: bool) -> None:
-    """Measure the speeds of a model on each node that has it.
+    """Measure the speeds of a model on each linked node that can load it.
 
     Send prompts of 512 and 2,048 tokens with answers of 128 tokens: first one request, then four at once. The requests
     have low priority. Stored results of the same model version, node and software are replaced.

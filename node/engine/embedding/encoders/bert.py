@@ -60,7 +60,8 @@ def run_bert(
     """Return the hidden states of texts, shape (texts, tokens, features), lazily. `ids` has the shape (texts, tokens).
 
     `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments`, shape (texts, tokens),
-    are 1 for tokens of a second text; None if all tokens belong to the first. `record` is called after each layer.
+    are 1 for tokens of a second text; None if all tokens belong to the first. RoBERTa ignores them. `record` is called
+    after each layer.
     """
     places = mx.arange(ids.shape[1]) + shape.first_position
     states = weights.take_rows(_WORDS, ids)

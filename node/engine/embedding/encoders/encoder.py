@@ -38,11 +38,11 @@ class Encoder:
         segments: Sequence[int] = (),
         record: StateRecorder = lambda layer, states: None,
     ) -> mx.array:
-        """Return the hidden states of texts, padded to one length, lazily: shape (texts, tokens, features).
+        """Return the hidden states of texts lazily: shape (texts, tokens, features).
 
-        `lengths` are the numbers of tokens of each text without padding. `segments` has the position of the first token
-        of each second text of a pair, 0 without a second text; empty if no text has one. `record` is called after each
-        layer.
+        `rows` are the token ids of the texts, padded to one length, `lengths` the numbers of tokens without padding.
+        `segments` has the position of the first token of each second text of a pair, 0 without a second text; empty if
+        no text has one. `record` is called after each layer.
         """
         ids = mx.array([list(row) for row in rows])
         places, tokens = mx.arange(ids.shape[1])[None], ids.shape[1]

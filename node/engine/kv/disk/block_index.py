@@ -1,7 +1,7 @@
 """Index of the files of the disk cache, least recently used first. Its methods may be called from any thread.
 
-The index is built at start from the names, sizes and times of the files, and holds no content. A prompt is looked up by
-its chain (`block_chain`): one dictionary access for each block of 256 tokens.
+The index is built from the names, sizes and times of the files, and holds no content. A prompt is looked up by its
+chain of hashes (`block_chain`).
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, cut off, changed or of
-another chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
+The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, invalid or not read
+within `STALLED_SECONDS` ends the restoration. The engine then removes this file from the index and looks the prompt up
+again.
 """
 
 import queue
@@ -124,7 +125,7 @@ class DiskRestore:
         self._stalls_at = time.monotonic() + STALLED_SECONDS
 
     def step(self, timeout: float) -> bool:
-        """Add the next part if the thread has read it within `timeout` seconds. Return whether the restoration has
+        """Wait at most `timeout` seconds for the next part, and add it to the cache. Return whether the restoration has
         ended: `layers` or `invalid` is then set."""
         part = self._reader.take(timeout)
         now = time.monotonic()

@@ -49,8 +49,8 @@ class BlockWriter:
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
     process. `saves` counts the parts that were queued, `persisted` those that were written, and `drops` those that were
-    dropped before their write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all
-    queued parts.
+    dropped before their write. `errors` counts failed writes, `evictions` the files that were deleted to make room. A
+    failed write drops all queued parts.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:
@@ -67,7 +67,7 @@ class BlockWriter:
         """Whether the file that is being written is deleted once it is complete."""
         self._resume_at = 0.0
         self.quota = quota()
-        """Bytes that all files may have, as of the last write."""
+        """Bytes that all files may have, computed at the start and before each write."""
         self.saves = self.persisted = self.drops = self.errors = self.evictions = 0
         threading.Thread(target=self._run, name="disk-cache-writer", daemon=True).start()
 
@@ -162,7 +162,7 @@ class BlockWriter:
         pieces = encode_block(part.name.chain, part.name.part, part.name.tokens, part.arrays)
         size = sum(map(len, pieces))
         quota = self.quota = self._quota()
-        if size > quota or not self._budget.take(size, time.monotonic()):
+        if size > quota or size > self.budget_bytes:  # no file is evicted for a part that cannot be written
             self.drops += 1
             return
         for file in self._index.choose_evictions(size, quota):
@@ -170,7 +170,7 @@ class BlockWriter:
             self.evictions += 1
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._folder / file)
-        if self._index.nbytes + size > quota:
+        if self._index.nbytes + size > quota or not self._budget.take(size, time.monotonic()):
             self.drops += 1
             return
         target = self._folder / part.name.file

@@ -21,14 +21,13 @@ SECONDS_PER_DAY = 86_400.0
 FILE = "budget.json"
 """Name of the file with the remaining budget, in the folder of the cache."""
 STORE_SHARE = 0.01
-"""Share of the daily bytes after whose use the remaining budget is stored again. At most this share is used and not
-recorded when a process ends."""
+"""Share of the daily bytes. The remaining budget is stored whenever this share has been used since the last time."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Interval in seconds and speed in bytes per second of writing while requests run. The pause between two copied parts
 is the bytes of a part divided by the speed, at most the interval."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""Interval and speed in place of `BUSY_…`, while memory has no room for a second entry of the same size. The entry is
-then on the disk before its eviction."""
+"""Interval and speed in place of `BUSY_…` while memory has no room for another entry as large as the newest one. The
+newest entry then usually reaches the disk before its eviction."""
 URGENT_BURST_SECONDS = 0.05
 """Seconds of writing at `URGENT_WRITE_SPEED` for which one call may copy several small parts: about the time between
 two calls."""

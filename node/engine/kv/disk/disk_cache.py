@@ -5,8 +5,8 @@
 
 Rules
 - A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
-- Only prefixes are written whose prefill takes at least `min_seconds` longer than their reading.
-- One process writes to a folder, under a lock; a second one only reads.
+- A prefix is written only if its prefill is expected to take at least `min_seconds` longer than reading it.
+- One process at a time writes to a folder, under a lock. Another process only reads until it gets the lock.
 - Files belong to a model by its fingerprint, and to a scope: a key finds only files of its own scope and shared files.
 - The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
 """
@@ -53,9 +53,9 @@ class DiskCache:
     """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`: bytes or `auto`.
     Raise `OSError` if the folder cannot be created or read.
 
-    `min_seconds`: minimum seconds by which reading an entry must be faster than its prefill. `hits` counts complete
-    restorations, `hit_tokens` and `read_bytes` their tokens and bytes. `faults` counts restorations that an invalid or
-    stalled file ended.
+    `min_seconds` is the expected time that reading an entry must save for the entry to be written. `hits` counts
+    complete restorations, `hit_tokens` and `read_bytes` their tokens and bytes. `faults` counts restorations that an
+    invalid or stalled file ended.
     """
 
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
@@ -203,7 +203,7 @@ class DiskCache:
             del copies[next(iter(copies))]
 
     def list_models(self) -> dict[str, FolderSize]:
-        """Return the files and bytes of each model that has files, by its fingerprint."""
+        """Return the number and total bytes of the files of each model that has files, by the model's fingerprint."""
         return self._index.list_models()
 
     def clear(self, model: str) -> None:
@@ -286,10 +286,10 @@ class DiskCache:
         _mark_used(self._index, self._folder, [part.name.file for part in plan.parts])
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files from the index, because they are invalid, or because a request has failed that was restored from
-        them or stored them.
+        """Remove files from index and disk: they are invalid, or a request that was restored from them or stored them
+        has failed.
 
-        While another process writes to the folder, the files themselves stay. They are deleted once this process
+        While another process writes to the folder, the files stay on the disk. They are deleted once this process
         writes.
         """
         for part in parts:

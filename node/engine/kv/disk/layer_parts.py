@@ -4,8 +4,8 @@
     layers with a sliding window     a part for each block whose tokens are recorded (`window_history`)
     layers with a state              a state at the end of a stored sequence, with the tokens after its last whole block
 
-Caches with other layers are not stored. Arrays pass to numpy without a copy; numpy has no bfloat16, and arrays of
-that type pass as integers of two bytes.
+Caches with other layers are not stored, nor those with windows and states, or without layers that hold all tokens.
+Arrays pass to numpy without a copy; numpy has no bfloat16, and arrays of that type pass as integers of two bytes.
 """
 
 from collections.abc import Sequence
@@ -108,8 +108,10 @@ class LayerBuilder:
         self._pieces: dict[int, list[WindowPiece]] = {}
 
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
-        """Add the arrays of a part of `tokens` tokens, whose first token has the position `start`. Raise
-        `InvalidBlockError` if the arrays do not fit the layers.
+        """Add the arrays of a part of `tokens` tokens, whose first token has the position `start`.
+
+        Raise `InvalidBlockError` if the arrays do not fit the layers, `DeviceLost` if a command buffer of the GPU
+        failed.
         """
         given = iter([_convert_back(array) for array in arrays])
         try:

@@ -193,8 +193,8 @@ class DiskTier:
         return replace(state, models=tuple(models[name] for name in sorted(models)[:MAX_ITEMS]))
 
     def take_lost(self) -> list[bytes]:
-        """Return the prompt hashes that are no longer cached anywhere: evicted from memory before, and removed from the
-        disk since the last call."""
+        """Return the prompt hashes that are no longer cached anywhere. These were evicted from memory before, and since
+        the last call removed from the disk or dropped by the writer."""
         return [] if self.cache is None else self.cache.take_lost()
 
     def clear(self, fingerprint: str) -> None:

@@ -1,12 +1,13 @@
 """Chunk policy of prefill: choose the next prompt and the size of its chunk. Pure.
 
-Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither delays short ones nor
+Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither blocks short ones nor
 starves. If an API key has many prompts, the choice by age is also fair between keys
 (`wire.capacity.fairness.PrefillFairness`). The size of a chunk follows from the time of earlier chunks (`ChunkPace`).
 
-- Alone: A lone prefill may take `IDLE_CHUNK_SECONDS` per chunk, because a cancel takes effect between chunks.
-- Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. The gap between two of their tokens
-  then stays below three times the undisturbed gap.
+- Idle: While no row decodes, a chunk may take `IDLE_CHUNK_SECONDS`. It is bounded because a cancel takes effect between
+  chunks.
+- Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. If that estimate holds, the gap
+  between two of their tokens stays below three times the undisturbed gap. The next two rules are exceptions.
 - Bursts: A prompt whose rest takes at most `FULL_PROMPT_SECONDS` is prefilled at once: one gap for each new chat, as in
   other engines.
 - Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
@@ -22,11 +23,11 @@ from dataclasses import dataclass
 from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
-"""Seconds of a chunk per second of a decode step. The gap between two tokens is then 2.6 steps, which leaves room for
-noise below the limit of 3."""
+"""Expected seconds of a chunk while rows decode, per second of their decode step (`compute_budget`). The gap between
+two tokens is then 2.6 steps, which leaves room for noise below the limit of 3."""
 FULL_PROMPT_SECONDS = 0.25
-"""Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
-take at least as long."""
+"""Maximum expected seconds of the rest of a prompt that is prefilled at once while rows decode. A forward over several
+prompts may take at least as long."""
 IDLE_CHUNK_SECONDS = 1.0
 """Maximum expected seconds of a chunk while no row decodes, and of any forward for embeddings."""
 PACKED_FORWARD_SECONDS = 0.6

@@ -19,7 +19,7 @@ TURN_END_TOKENS = 64
 MAX_TEMPLATE_TOKENS = 8
 """Tokens that a template may append to the user's message where no token ends a turn."""
 MIN_SNAPSHOT_TOKENS = 64
-"""Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
+"""Minimum tokens of a shared prefix beyond the cached tokens for a snapshot at its end."""
 
 LONG_SNAPSHOT_TOKENS = 2048
 """Minimum tokens between two snapshots of a long prompt."""

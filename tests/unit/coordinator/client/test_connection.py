@@ -3,6 +3,7 @@
 import errno
 import json
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Generator
@@ -16,10 +17,11 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.connection import (
     CoordinatorAddress,
     convert_connection_errors,
+    explain_connection_error,
     send_request,
     split_lines,
 )
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import PIN, UNREACHABLE, CommandError
 
 
 @contextmanager
@@ -169,3 +171,20 @@ def test_connection_that_the_system_ended_is_not_reachable():
     with found as caught, convert_connection_errors("http://mac:8080", 86400.0):
         raise TimeoutError(errno.ETIMEDOUT, "no route")
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("verified", "code", "words"),
+    [
+        (9, UNREACHABLE, "certificate is not yet valid (at "),
+        (10, UNREACHABLE, "certificate has expired (at "),
+        (19, PIN, "run `cluster trust-ca https://pool`"),
+    ],
+)
+def test_a_certificate_outside_its_validity_is_no_other_certificate(verified: int, code: int, words: str):
+    error = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    error.verify_code, error.verify_message = verified, words.removesuffix(" (at ")
+    found, text = explain_connection_error("https://pool", error)
+    assert found == code
+    assert words in text
+    assert ("by the clock of this machine" in text) is (code == UNREACHABLE)

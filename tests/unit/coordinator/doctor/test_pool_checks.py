@@ -214,6 +214,17 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     assert ("two thirds of their validity" in found.fix) is (result == "warn")
 
 
+@pytest.mark.parametrize(("ahead", "result"), [(25 * 3600, "fail"), (23 * 3600, "not here"), (-3600, "not here")])
+def test_a_clock_before_the_creation_of_the_cluster_is_a_failure(tmp_path: Path, ahead: int, result: str):
+    (tmp_path / "cluster.db").touch()
+    ClusterCa(tmp_path / "authority", lambda: time.time() + ahead)
+    found = checks.check_clock(pretended(tmp_path))
+    assert found.result == result
+    if result == "fail":
+        assert -ahead - 1 <= float(found.numbers["skew"] or 0) <= -ahead + 10
+        assert f"{datetime.fromtimestamp(time.time() + ahead, UTC):%Y-%m-%d}" in found.text
+
+
 def test_check_certificates_of_a_node_uses_own_and_earliest_presented_expiry(tmp_path: Path):
     joined(tmp_path)
     now = time.time()

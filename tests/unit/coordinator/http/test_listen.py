@@ -4,6 +4,7 @@ from functools import partial
 
 import ifaddr
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.http.listen import ListenerAddress, list_cluster_addresses, open_listener
 
@@ -29,13 +30,16 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Network:
 
 def test_urls_of_a_wildcard_follow_the_addresses_of_the_machine(network: Network):
     endpoint, cluster = ListenerAddress("https", "0.0.0.0", 8080), partial(list_cluster_addresses, "0.0.0.0", 8081)
+    either, both = ListenerAddress("https", "::", 8080), partial(list_cluster_addresses, "::", 8081)
     assert (endpoint.build_url(), cluster()) == ("https://127.0.0.1:8080", ()), "no network yet"
     network.addresses = ("192.168.1.5",)
     assert (endpoint.build_url(), cluster()) == ("https://192.168.1.5:8080", ("192.168.1.5:8081",))
     network.addresses = ("10.0.0.7", "fd00::7")
-    assert (endpoint.build_url(), cluster()) == ("https://10.0.0.7:8080", ("10.0.0.7:8081", "[fd00::7]:8081"))
+    assert (endpoint.build_url(), cluster()) == ("https://10.0.0.7:8080", ("10.0.0.7:8081",))
+    assert (either.build_url(), both()) == ("https://10.0.0.7:8080", ("10.0.0.7:8081", "[fd00::7]:8081"))
     network.addresses = ("fd00::7",)
-    assert endpoint.build_url() == "https://[fd00::7]:8080"
+    assert (endpoint.build_url(), cluster()) == ("https://127.0.0.1:8080", ()), "the socket has IPv4 only"
+    assert (either.build_url(), both()) == ("https://[fd00::7]:8080", ("[fd00::7]:8081",))
     network.addresses = None
     assert (endpoint.build_url(), cluster()) == ("https://127.0.0.1:8080", ())
     assert endpoint.build_local_url() == "https://127.0.0.1:8080"
@@ -47,6 +51,18 @@ def test_urls_of_a_fixed_host_have_that_host(network: Network):
     assert ListenerAddress("macpool", "fd00::1", 8081).build_url() == "macpool://[fd00::1]:8081"
     assert ListenerAddress("http", "10.0.0.7", 80).build_local_url() == "http://10.0.0.7:80"
     assert list_cluster_addresses("10.0.0.7", 80) == ("10.0.0.7:80",)
+
+
+def test_a_socket_that_no_other_machine_can_reach_is_a_warning(network: Network):
+    for host, addresses, warned in (
+        ("0.0.0.0", ("fd00::7",), True),
+        ("0.0.0.0", ("fd00::7", "10.0.0.7"), False),
+        ("0.0.0.0", (), False),
+        ("127.0.0.1", ("fd00::7",), False),
+    ):
+        network.addresses = addresses
+        with capture_logs() as logs, open_listener(host, 0, "--cluster-listen"):
+            assert [entry["remedy"] for entry in logs] == ["set --cluster-listen to [::]:0"] * warned
 
 
 def test_the_error_of_a_port_in_use_names_the_option_and_the_next_step():

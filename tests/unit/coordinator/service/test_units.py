@@ -3,6 +3,7 @@
 import plistlib
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,11 +86,14 @@ def test_systemd_takes_the_unit(tmp_path: Path):
     if tool is None:
         print("systemd-analyze is not here: the strict reading below is all that looks at the unit")
         return
-    file = tmp_path / "macpool.service"
-    file.write_text(systemd.render_unit(PLAN).replace(PLAN.python, "/bin/true"))
-    done = subprocess.run([tool, "verify", file], capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "macpool.service" in line]
-    assert (done.returncode, said) == (0, [])
+    file, python = tmp_path / "macpool.service", tmp_path / "o'neil's Mac" / "python"
+    python.parent.mkdir()
+    python.symlink_to("/bin/true")
+    for program in ("/bin/true", str(python)):
+        file.write_text(systemd.render_unit(replace(PLAN, python=program)))
+        done = subprocess.run([tool, "verify", file], capture_output=True, text=True)
+        said = [line for line in done.stderr.splitlines() if "macpool.service" in line]
+        assert (done.returncode, said) == (0, []), program
 
 
 def sections(unit: str) -> dict[str, dict[str, list[str]]]:
@@ -125,6 +129,15 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
         '--state "/var/pool/state dir" --allow-missing-folders --lan --models "/srv/100%% mine"'
     )
     assert "NO_PROXY=*" in unit["Service"]["Environment"]
+
+
+def test_a_path_of_python_that_systemd_refuses_is_an_argument():
+    for folder, begins in (
+        ("/srv/o'neil/a b", '/usr/bin/env "/srv/o\'neil/a b/python" -P'),
+        ("/srv", "/srv/python -P"),
+    ):
+        unit = sections(systemd.render_unit(replace(PLAN, python=f"{folder}/python")))
+        assert unit["Service"]["ExecStart"][0].startswith(begins)
 
 
 def test_quote_word_escapes_by_systemd_rules():

@@ -29,7 +29,7 @@ from wire.certificate import LEAF_VALIDITY_SECONDS
 
 async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "RENEWAL_INTERVAL_SECONDS", 0.01)
-    monkeypatch.setattr(background, "ADDRESS_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(background, "CHANGE_CHECK_SECONDS", 0.01)
     wall = Wall()
     authority, endpoint = ClusterCa(tmp_path, wall), HttpsCa(tmp_path / "https", (), wall)
     shown = endpoint.validity
@@ -49,8 +49,23 @@ async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, m
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_certificates_are_renewed_soon_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "CHANGE_CHECK_SECONDS", 0.01)
+    wall = Wall()
+    authority = ClusterCa(tmp_path, wall)
+    task = asyncio.create_task(renew_certificates(authority, None, wall))
+    for step in (-2 * LEAF_VALIDITY_SECONDS, 3 * LEAF_VALIDITY_SECONDS):
+        await asyncio.sleep(0)  # the loop has the former clock
+        wall.now += step
+        async with asyncio.timeout(30):
+            while not authority.validity[0] - 1 <= wall.now < authority.validity[1]:  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_certificate_has_a_new_address_before_the_next_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(background, "ADDRESS_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(background, "CHANGE_CHECK_SECONDS", 0.01)
     addresses, read = list[str](), asyncio.Event()
 
     def list_addresses() -> list[str]:

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import (
     CA_VALIDITY_SECONDS,
@@ -31,7 +32,7 @@ from node.agent.identity import (
     store_identity,
 )
 from tests.support.cluster.enrolment import Wall
-from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
+from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, build_coordinator_uri, build_node_uri
 from wire.join_token import build_rejoin_text
 
@@ -215,6 +216,16 @@ def test_the_authority_is_the_same_after_a_restart_and_renews_what_is_due(tmp_pa
     third = ClusterCa(tmp_path, wall)
     assert (tmp_path / "coordinator.pem").read_bytes() != own
     assert third.renew_from > wall.now
+
+
+def test_a_clock_before_the_creation_of_the_cluster_is_a_warning(tmp_path: Path) -> None:
+    wall = Wall(time.time())
+    authority = ClusterCa(tmp_path, wall)
+    for back, warned in ((BACKDATED_SECONDS - 10, []), (BACKDATED_SECONDS + 10, ["warning"])):
+        wall.now = time.time() - back
+        with capture_logs() as logs:
+            authority.renew()
+        assert [entry["log_level"] for entry in logs if "correct the clock" in entry["event"]] == warned
 
 
 def test_a_coordinator_certificate_of_another_authority_is_replaced(tmp_path: Path) -> None:

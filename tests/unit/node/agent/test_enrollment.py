@@ -40,14 +40,15 @@ from node.agent.enrollment import (
     proves_itself,
     store_address,
 )
+from node.agent.identity import new_request, store_identity
 from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import OtherClusterError, load_known_identity
-from node.inspect.report import report_identity
+from node.inspect.report import dial_coordinator, report_identity
 from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
 from wire.codec import encode
 from wire.frames import EnrollAuthority, EnrollPending, EnrollStart, Frame
-from wire.identity import PROTOCOL, build_coordinator_uri
+from wire.identity import PROTOCOL, NodeId, build_coordinator_uri
 from wire.join_token import JoinToken
 
 
@@ -307,6 +308,23 @@ def test_only_a_mac_without_the_local_network_gets_the_hint(
     monkeypatch.setattr("sys.platform", platform)
     assert ("Local Network" in explain_unreachable(OSError(number, "x"))) is named
     assert not explain_unreachable(ValueError("no port"))
+
+
+@pytest.mark.parametrize(("days", "words"), [(2, "is not yet valid"), (-4000, "has expired")])
+async def test_a_certificate_outside_its_validity_is_the_fault_of_a_clock(
+    tmp_path: Path, days: int, words: str
+) -> None:
+    async with opened(tmp_path / "c", Wall(time.time() + days * 86400)) as door:
+        with pytest.raises(CoordinatorUnreachable) as refused:
+            await join(door, tmp_path / "n", door.tokens.create())
+        text = str(refused.value)
+        assert f"certificate {words} (at {time.strftime('%Y-%m-%d')}" in text
+        assert "correct it, or the coordinator's" in text
+        request = new_request("mini")
+        signed = door.authority.sign_request(request.csr, NodeId("n"), "mini")
+        known = store_identity(tmp_path / "m", request, signed, door.authority.cluster, door.authority.ca, "m2")
+        seen = await asyncio.to_thread(dial_coordinator, known, door.address)
+        assert (seen["proven"], words in seen["error"], "correct it" in seen["error"]) == (None, True, True)
 
 
 async def test_an_unreachable_address_is_named_in_the_form_in_which_it_is_entered(tmp_path: Path) -> None:

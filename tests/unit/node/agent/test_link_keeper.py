@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.connection import CoordinatorLink
@@ -105,3 +106,23 @@ async def test_a_link_that_opens_after_the_machine_fell_asleep_is_closed_without
     _, line = await coordinators.take_line()
     with pytest.raises(Ended):
         await line.next()
+
+
+async def test_a_coordinator_that_is_not_reached_is_one_warning_with_the_cause(
+    coordinators: Coordinators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.agent.link_keeper.FIND_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("node.agent.connection.UNREACHED_ROUNDS", 1)
+    coordinators.stop()
+    with capture_logs() as logs:
+        running = asyncio.create_task(coordinators.keeper.run())
+        async with asyncio.timeout(30):
+            while [entry["event"] for entry in logs].count("dial failed") < 2:  # noqa: ASYNC110  a log has no event
+                await asyncio.sleep(0.01)
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [(one["event"], one["address"]) for one in warnings] == [
+        ("coordinator not reached, dialing continues", coordinators.latest)
+    ]
+    assert "Connect call failed" in warnings[0]["error"]
+    await coordinators.keeper.stop(0.0, GoodbyeReason.STOPPING)
+    await running

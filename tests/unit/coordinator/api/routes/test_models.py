@@ -1,6 +1,7 @@
 """Models and commands about them through the API of the coordinator, with nodes on real links."""
 
 import asyncio
+from collections.abc import MutableMapping
 from typing import Any
 
 import httpx
@@ -8,7 +9,7 @@ import pytest
 
 from tests.support.cluster.cluster_port import Line, Port, a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
+from wire.frames import Cancel, Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
@@ -120,6 +121,50 @@ async def test_a_profile_has_the_measured_values(port: Port, boss: httpx.AsyncCl
             "covered": 8,
         },
     }
+
+
+async def leave(port: Port, verb: str, left: asyncio.Event) -> None:
+    """Send a command about the node `studio`, whose client disconnects at `left`. Return at the end of its handler."""
+    body = {"type": "http.request", "body": b'{"model": "tiny", "node": "studio"}'}
+    key = port.application.admin.create_key("boss", ["admin"], None)["key"]
+    headers = {"host": "127.0.0.1", "authorization": f"Bearer {key}", "content-type": "application/json"}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "scheme": "http",
+        "path": f"/api/v1/models/{verb}",
+        "query_string": b"",
+        "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        "client": ("127.0.0.1", 50_000),
+        "server": ("127.0.0.1", 8080),
+    }
+    messages = iter([body])
+
+    async def receive() -> dict[str, Any]:
+        message = next(messages, None)
+        if message is None:
+            await left.wait()
+        return message or {"type": "http.disconnect"}
+
+    async def send(_: MutableMapping[str, Any]) -> None:
+        assert left.is_set(), "no response before the client has left"
+
+    await port.application.app(scope, receive, send)
+
+
+async def test_a_measurement_ends_when_its_client_leaves_and_a_load_continues(port: Port):
+    _, line = await node(port, "studio", known())
+    left = asyncio.Event()
+    loading = asyncio.create_task(leave(port, "load", left))
+    load = await line.until(LoadModel)
+    measuring = asyncio.create_task(leave(port, "profile", left))
+    measurement = await line.until(ProfileModel)
+    left.set()
+    assert (await line.until(Cancel)).request == measurement.request
+    await measuring
+    assert not loading.done()
+    line.send(finish(load.request))
+    await loading
 
 
 @pytest.mark.parametrize("verb", ["load", "unload", "profile"])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from node.engine.memory.gate import GateSite
+from node.engine.text.tokenizer import TOKENIZE_SLICE_CHARS
 from tests.support.engine.embedders import make_embedder, make_reranker
 from tests.support.engine.text_engine import Driver
 from wire.frames import Admitted, Embed, Finished, Refusal
@@ -116,6 +117,9 @@ def test_a_document_is_cut_and_the_end_of_the_prompt_stays(tmp_path: Path):
         done = driver.ended(cut)
         assert isinstance(done, Finished)
         assert done.prompt_tokens == len(body[:room]) + len(tail)
+    very_long = driver.embed("word " * TOKENIZE_SLICE_CHARS, query=QUERY, max_tokens=7)
+    driver.vectors(very_long)
+    assert isinstance(driver.ended(very_long), Finished), "its length is not checked before the cut"
     driver.engine.close()
 
 

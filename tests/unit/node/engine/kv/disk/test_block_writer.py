@@ -68,6 +68,29 @@ def test_without_quota_or_budget_parts_are_dropped_and_counted(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_the_smaller_quota_drops_costs_no_write_budget(tmp_path: Path):
+    quota = GIB
+    made, index = writer(tmp_path, lambda: quota)
+    for number in range(MAX_EVICTIONS_PER_SAVE + 2):
+        made.put(block(number), ARRAYS)
+    wait(made)
+    left, quota = made.budget_bytes, index.nbytes // len(index) + 1
+    made.put(block(100), ARRAYS)
+    wait(made)
+    assert (made.drops, len(index)) == (1, 2), "one save evicts at most that many files"
+    assert left <= made.budget_bytes < left + quota, "time only adds to the budget"
+
+
+def test_without_write_budget_no_file_is_evicted(tmp_path: Path):
+    made, index = writer(tmp_path, lambda: 300, daily=300)
+    made.put(block(1), ARRAYS)
+    wait(made)
+    assert index.nbytes > 150, "a second part needs the room of the first"
+    made.put(block(2), ARRAYS)
+    wait(made)
+    assert (made.drops, made.evictions, list(tmp_path.glob("*/*"))) == (1, 0, [tmp_path / block(1).file])
+
+
 def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Path):
     folder = tmp_path / "gone"
     made, index = writer(folder)
