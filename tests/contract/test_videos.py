@@ -176,6 +176,17 @@ async def test_the_limit_of_a_key_counts_its_open_videos(tmp_path: Path):
                 await client.videos.create(model="wan", prompt="a fox")
 
 
+async def test_the_limit_of_queued_videos_of_a_key_does_not_count_the_one_in_progress(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        made = one.port.application.admin.create_key("two", ["infer"], None, KeyLimits(waiting=1))
+        async with one.sdk(made["key"]) as client:
+            first = await client.videos.create(model="wan", prompt="a fox")
+            await one.until(first.id, "in_progress", key=made["key"])
+            await client.videos.create(model="wan", prompt="a fox")
+            with pytest.raises(openai.RateLimitError, match="1 queued video, and it has 1"):
+                await client.videos.create(model="wan", prompt="a fox")
+
+
 async def test_jobs_are_there_for_their_own_key_and_for_admins(tmp_path: Path):
     async with pool(tmp_path) as one, one.sdk() as client:
         video = await made(one, client)

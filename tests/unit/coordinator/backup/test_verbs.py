@@ -7,8 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.backup import encryption
+from coordinator.backup.restore import inspect_backup
 from coordinator.cli import cluster as command
 from coordinator.state.database import Database
+from coordinator.state.rows import TokenRow
 from tests.unit.coordinator.backup.test_backup import QUICK_COST, cluster
 
 
@@ -20,15 +22,19 @@ def run(*words: str | Path, given: str = "") -> tuple[int, str, str]:
 def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encryption, "COST", QUICK_COST)  # `test_encryption.py` uses the real cost
     ident, file, secret = cluster(tmp_path / "home"), tmp_path / "b", tmp_path / "secret"
-    secret.write_text("correct horse\n")
+    secret.write_text(" correct horse \r\n")  # spaces belong to it
     code, told, warned = run("backup", file, "--state", tmp_path / "home", "--passphrase-file", secret, "--artifacts")
     assert (code, warned) == (0, ""), warned
     assert ident in told
+    assert "not included: use --artifacts" not in told
+    assert "not included: use --artifacts" in run("backup", tmp_path / "c", "--state", tmp_path / "home")[1]
     assert "/etc/cert.pem is named in the settings" in told
     code, told, _ = run("restore", file, "--check", "--state", tmp_path / "two", "--passphrase-file", secret)
     assert (code, "is valid" in told) == (0, True)
     assert not (tmp_path / "two").exists()
-    code, told, _ = run("restore", file, "--state", tmp_path / "two", "--passphrase-file", "-", given="correct horse\n")
+    code, told, _ = run(
+        "restore", file, "--state", tmp_path / "two", "--passphrase-file", "-", given=" correct horse \n"
+    )
     assert code == 0
     for words in (
         ident,
@@ -40,6 +46,46 @@ def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path, monkeypatc
     assert "correct horse" not in told
     code, told, _ = run("restore", file, "--state", tmp_path / "three", "--passphrase-file", secret, "-o", "json")
     assert json.loads(told)["members"] == 1
+    code, _, said = run("restore", file, "--check", "--passphrase-file", "-", given="correct horse\n")
+    assert (code, "passphrase" in said) == (6, True), "another passphrase"
+
+
+def test_both_commands_print_what_the_backup_has(tmp_path: Path) -> None:
+    ident, file, two = cluster(tmp_path / "home", video=False), tmp_path / "b", tmp_path / "two"
+    store = Database(tmp_path / "home")
+    store.tokens.put(TokenRow("second", b"k" * 32, 1.0, 2.0, 3))
+    store.close()
+    _, told, _ = run("backup", file, "--state", tmp_path / "home", "--artifacts", "-o", "json")
+    manifest = inspect_backup(file)
+    about = {
+        "cluster": ident,
+        "name": manifest.name,
+        "made": manifest.made,
+        "macpool": manifest.macpool,
+        "epoch": manifest.epoch,
+        "files": len(manifest.members),
+        "artifacts": True,
+    }
+    assert manifest.epoch != manifest.generation
+    assert json.loads(told) == {
+        "schema": 1,
+        "file": str(file),
+        "bytes": file.stat().st_size,
+        "encrypted": False,
+        **about,
+    }
+    _, told, _ = run("restore", file, "--check", "-o", "json")
+    assert json.loads(told) == {"schema": 1, "file": str(file), "whole": True, **about}
+    _, told, _ = run("restore", file, "--state", two, "-o", "json")
+    restored = json.loads(told)
+    assert restored.pop("generation") > manifest.generation
+    counts = {"members": 1, "keys": 1, "tokens": 2, "jobs": 0}
+    assert restored == {"schema": 1, "state": str(two), "aside": "", "config": "config.toml", **counts, **about}
+    (two / "config.toml").write_text("# of this machine")
+    _, told, _ = run("restore", file, "--state", two, "--replace")
+    assert "settings: this machine's config.toml was kept; the backup's is next to it as config.toml.restored" in told
+    (aside,) = two.glob("replaced-*")
+    assert f"the former files are in {aside}: " in told
 
 
 def test_backup_errors_name_the_next_step(tmp_path: Path) -> None:

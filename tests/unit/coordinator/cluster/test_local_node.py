@@ -93,7 +93,7 @@ async def test_a_node_is_restarted_with_a_new_token_unless_a_restart_is_useless(
     monkeypatch.setattr(sys, "executable", str(program))
     monkeypatch.setattr(local_node, "RESTART_DELAYS_SECONDS", (0.001, 0.002))
     tokens = itertools.count(1)
-    node = LocalNode(tmp_path, "127.0.0.1:1", ("--set", "a=b"), lambda: f"token-{next(tokens)}")
+    node = LocalNode(tmp_path, "[::1]:1", ("--set", "a=b"), lambda: f"token-{next(tokens)}")
     await node.close()
     before = psutil.Process().num_fds()
     with capture_logs() as logs:
@@ -108,7 +108,7 @@ async def test_a_node_is_restarted_with_a_new_token_unless_a_restart_is_useless(
         assert token == f"token-{number}"
         assert arguments[:3] == ["-P", "-m", "node.run"]
         assert [arguments[arguments.index("--url") + 1], *arguments[-3:]] == [
-            "127.0.0.1:1",
+            "[::1]:1",
             "--lifeline",
             "--set",
             "a=b",

@@ -64,6 +64,7 @@ def test_find_line_numbers_counts_lines_of_the_file():
         10,
     ]
     assert find_line_number("memory.tier", lines) == 5, "the table that would hold it: the text in quotes is no table"
+    assert "node.tier" not in lines, "nor is a key"
     assert find_line_number("engine.mlx.max_batch_size", lines) == 16
     assert find_line_number("video.x", lines) == 0
 

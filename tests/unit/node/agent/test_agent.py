@@ -236,7 +236,8 @@ async def test_a_paused_mac_decides_again_at_once_when_a_request_ends(
     line = await asyncio.wait_for(lines.get(), 30)
     await line.until(Hello)
     line.send(Welcome(1, authority.cluster, "home", time.time(), "0", (), 0, b""))
-    assert (await line.until(Report)).sharing.paused
+    report = await line.until(Report)
+    assert (report.sharing.paused, report.draining) == (True, True), "an older coordinator knows only `draining`"
     pause.remove()  # as `cluster resume` does
     line.send(UnloadModel(1, "scripted-1"))
     assert (await line.until(Refusal)).request == 1

@@ -175,7 +175,7 @@ async def test_an_announcement_lasts_while_its_addresses_stay_or_cannot_be_liste
         number = next(calls)
         if number == 4:
             later.set()
-        if number % 2:
+        if number % 2 == 0:
             raise OSError("no buffer space")
         return LOOPBACK
 
@@ -185,7 +185,8 @@ async def test_an_announcement_lasts_while_its_addresses_stay_or_cannot_be_liste
     await asyncio.wait_for(later.wait(), 20)
     assert announced.ready.is_set()
     await announced.close()
-    assert capsys.readouterr().out.count("bonjour announced") == 1
+    logged = capsys.readouterr().out
+    assert (logged.count("bonjour announced"), logged.count("bonjour unavailable")) == (1, 2), "before and after it"
 
 
 async def test_a_search_is_empty_if_the_system_cannot_list_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,5 +209,7 @@ async def test_addresses_are_tried_side_by_side() -> None:
 
     assert await find_first_proven(["hangs", "wrong", "right", "late"], proven, stagger=0.001) == "right"
     assert tried == ["hangs", "wrong", "right"]
+    tried.clear()
     assert await find_first_proven(["wrong", "wrong"], proven, stagger=5) is None
+    assert tried == ["wrong"]
     assert await find_first_proven([], proven) is None

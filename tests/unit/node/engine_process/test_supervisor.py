@@ -278,12 +278,19 @@ async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agen
 
 
 @pytest.mark.slow
-async def test_the_engines_stderr_is_in_a_private_file(agent: Callable[..., Agent]):
-    one = agent()
+async def test_the_engines_stderr_is_in_a_private_file_that_stays_short(
+    agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+):
+    one = agent(replace(QUICK, silence=WAIT))
     await one.supervisor.start()
     await one.ready()
     assert one.log_file.stat().st_mode & 0o777 == 0o600
-    assert "gate" in one.log_file.read_text()
+    written = one.log_file.read_text()
+    assert "gate" in written
+    monkeypatch.setattr("node.engine_process.stderr_log.MAX_LOG_BYTES", len(written) // 2)
+    async with asyncio.timeout(WAIT):
+        while one.log_file.stat().st_size:  # noqa: ASYNC110 the log is looked at with each ping
+            await asyncio.sleep(0.02)
 
 
 @pytest.mark.slow

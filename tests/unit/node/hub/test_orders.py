@@ -1,6 +1,7 @@
 """Orders about model files with a scripted process: the frames that the coordinator gets of its messages."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class RecordedTransport(asyncio.Transport):
         return default
 
 
-def open_orders(folder: Path, links: CoordinatorLinks) -> ModelFileOrders:
+def open_orders(folder: Path, links: CoordinatorLinks, on_change: Callable[[], None] = lambda: None) -> ModelFileOrders:
     settings = NodeSettings()
     machine = open_machine(settings)
     limiter = Limiter(settings, machine)
@@ -99,7 +100,7 @@ def open_orders(folder: Path, links: CoordinatorLinks) -> ModelFileOrders:
     )
     quantizer = Quantizer(settings, folder, limiter, MemoryPoll(limiter, machine, supervisor), supervisor)
     identity = NodeIdentity("c", NodeId("n"), "n", "m", folder, b"", b"")
-    return ModelFileOrders(settings.models, identity, folder, links, quantizer, lambda name: False, lambda: None)
+    return ModelFileOrders(settings.models, identity, folder, links, quantizer, lambda name: False, on_change)
 
 
 class Orders:
@@ -110,7 +111,9 @@ class Orders:
         monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[4]}")
         monkeypatch.setattr("node.hub.orders._DOWNLOADER", "scripted_child")
         self._links = CoordinatorLinks()
-        self.orders = open_orders(folder, self._links)
+        self.changes = list[str]()
+        """One entry for each change of model files."""
+        self.orders = open_orders(folder, self._links, lambda: self.changes.append("changed"))
         self.open_link()
 
     def open_link(self) -> None:
@@ -163,9 +166,11 @@ async def test_every_order_gets_one_end(tmp_path: Path, monkeypatch: pytest.Monk
     node.handle(CancelModelOrder(2), CancelModelOrder(99), PullModel(6, MANIFEST, (MIRROR,)))
     assert await node.take_ends(2) == dict.fromkeys((1, 2), ModelOrderCode.CANCELLED)
     assert node.orders.is_working()
+    assert node.changes == []
     go.touch()
     assert await node.take_ends(1) == {6: ModelOrderCode.COMPLETED}
     assert not node.orders.is_working()
+    assert node.changes == ["changed"], "the engine looks for the new model at once"
     node.open_link()
     node.orders.resend_ends()
     assert (await node.take_ends(6)).keys() == {1, 2, 3, 4, 5, 6}, "the old link may have been dead"

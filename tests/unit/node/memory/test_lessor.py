@@ -53,8 +53,12 @@ async def test_a_silent_engine_is_awaited_for_a_limited_time(tmp_path: Path, mon
     assert failure is not None
     assert (failure.obstacle, failure.refused) == (LeaseObstacle.ENGINE_SILENT, None)
     assert lessor.holding, "the caller returns the memory"
+    lowered = lessor.node.supervisor.orders.limits_number
     lessor.return_memory()
     assert (lessor.holding, lessor.node.limiter.leases) == (False, 0)
+    assert lessor.node.supervisor.orders.limits_number == lowered + 1, "the engine gets the ceiling at once"
+    lessor.return_memory()
+    assert lessor.node.supervisor.orders.limits_number == lowered + 1, "nothing was leased"
     lessor.node.poll.stop()
 
 

@@ -21,11 +21,11 @@ from node.illegal_events import IllegalEvents
 from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS, IDLE_POLL_SECONDS, EnforcerState
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
-from node.memory.reading import STALE_AFTER_SECONDS
+from node.memory.reading import STALE_AFTER_SECONDS, HighWaterMarks
 from node.settings import resolve_settings
 from node.video import leases
 from tests import models
-from tests.support.readings import Later, failing
+from tests.support.readings import FailingSource, Later, failing
 from tests.unit.node.memory.test_limits import SetMachine
 from wire.capacity.arithmetic import UNREADABLE, compute_headroom, compute_profiled_margin
 from wire.codec import decode, encode
@@ -50,6 +50,16 @@ from wire.units import GIB, MIB
 WAIT = 20.0
 AT_ONCE = SupervisorTimeouts(first=0.01, longest=0.01, over=0.2, ping_busy=60.0, ping_idle=60.0)
 """Only the poll sends pings, where it needs one."""
+
+
+MARKS = HighWaterMarks(lifetime=7 * GIB, interval=5 * GIB)
+
+
+class MarkedSource(FailingSource):
+    """A source with high-water marks that differ from each other."""
+
+    def read_high_water_marks(self) -> HighWaterMarks:
+        return MARKS
 
 
 class SeenPoll(MemoryPoll):
@@ -481,6 +491,10 @@ async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callab
     assert enforcement.highest >= enforcement.phys
     assert (enforcement.cap_bound_by, enforcement.tier) == ("setting", "custom")
     assert enforcement.polls == node.poll.state.polls > 0
+    assert node.supervisor.child is not None
+    node.supervisor.child.sensor.source = MarkedSource(node.supervisor.child.sensor.source)
+    marked = node.poll.build_enforcement()
+    assert (marked.highest, marked.interval) == (MARKS.lifetime, MARKS.interval)
 
 
 async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -233,6 +233,16 @@ async def test_the_deadline_answers_with_fresh_numbers():
     cluster.settled()
 
 
+async def test_queued_requests_of_a_key_with_a_higher_priority_go_first(one: Cluster):
+    one.limits |= {"low": KeyLimits(priority="low"), "high": KeyLimits(priority="high")}
+    full(one, A)
+    for key in ("low", "high"):
+        assert one.submit(prompt_tokens=3000, key=key).entry is not None
+    roomy(one, A)
+    await turn()
+    assert [frame.weighted_key.name for _, frame in one.generates()] == ["high", "low"]
+
+
 async def test_full_queue_and_full_key_share_are_refused():
     cluster = Cluster(A, queue_limit=20)
     full(cluster, A)

@@ -1,4 +1,4 @@
-"""Output and exit codes of `cluster node drain`, against a server with the answers of a coordinator."""
+"""Output and exit codes of `cluster status` and `cluster node drain`, against a server with a coordinator's answers."""
 
 import json
 from collections.abc import Iterator
@@ -47,3 +47,39 @@ def test_drain_of_a_node_that_was_uncordoned_meanwhile_does_not_call_it_cordoned
     done = server.run("node", "drain", "studio", "--wait", "3s")
     assert done.exit_code == REFUSED
     assert "studio was uncordoned during the drain" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("models", "text"),
+    [(0, "none"), (6, "m0, m1, m2, m3, m4, m5"), (9, "m0, m1, m2, m3, m4, m5 and 3 more: `cluster models`")],
+)
+def test_status_names_six_models_and_counts_the_others(server: Server, models: int, text: str):
+    server.answer = {
+        "cluster": {"name": "home", "id": "c1"},
+        "uptime_seconds": 7200.0,
+        "base_url": "http://127.0.0.1:8080/v1",
+        "nodes": {"ready": 2, "lost": 0, "asleep": 1},
+        "models": [f"m{number}" for number in range(models)],
+        "in_flight": 3,
+        "queued": 4,
+        "conditions": [
+            {"severity": "critical", "name": "GuardOff", "summary": "off on a", "remedy": "set it"},
+            {"severity": "warning", "name": "NoHeadroomAnywhere", "summary": "none", "remedy": "unload"},
+        ],
+        "dangers": ["a: its guard is off"],
+        "warnings": ["a: its guard is off", "b: its engine is hung"],
+    }
+    done = server.run("status")
+    assert done.stdout.splitlines() == [
+        "cluster   home (c1), up 2h",
+        "endpoint  http://127.0.0.1:8080/v1",
+        "nodes     2 ready, 1 asleep",
+        f"models    {text}",
+        "requests  3 in flight, 4 queued",
+        "critical  GuardOff: off on a",
+        "          set it",
+        "warning   NoHeadroomAnywhere: none",
+        "          unload",
+        "warning   a: its guard is off",
+        "warning   b: its engine is hung",
+    ]

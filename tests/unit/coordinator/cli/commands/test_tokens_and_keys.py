@@ -105,6 +105,16 @@ def test_a_secret_is_voided_only_after_a_confirmation(server: Server, words: tup
     assert server.asked[-1][0] == path
 
 
+def test_a_change_of_one_limit_keeps_every_other_one(server: Server):
+    kept = {"models": ["m*"], "tokens_per_minute": 5, "waiting": 0, "priority": "low", "upstreams": False}
+    limits = {**kept, "labels": [], "requests_per_minute": None, "concurrency": 2}
+    server.answer = ANSWER | {"keys": [KEY | {"limits": limits}]}
+    read_lines(server.run("key", "limit", "laptop", "--concurrency", "3"))
+    read_lines(server.run("key", "limit", "laptop", "--clear", "concurrency"))
+    sent = [body for path, body in server.asked if path == "/api/v1/keys/k1/limits"]
+    assert sent == [{"limits": {**kept, "concurrency": 3}}, {"limits": kept}]
+
+
 def test_usage_and_the_audit_log_are_tables(server: Server):
     used = {"requests": 7, "failed": 1, "prompt_tokens": 20, "cached_tokens": 5, "completion_tokens": 9}
     server.answer = ANSWER | {"usage": [{"key": "k1", "name": "laptop", "model": "tiny", **used}]}

@@ -59,6 +59,14 @@ async def test_an_answer_of_the_requested_bytes_in_all_allowed_pieces_is_accepte
         fetch.deliver(MAX_BYTES)  # a late piece of a fetch that has ended is ignored
 
 
+async def test_an_empty_answer_is_the_end_whichever_next_offset_the_node_sends(fetch: Fetch):
+    (request,) = fetch.requests
+    assert isinstance(request, FetchRequest)
+    fetch.fetches.deliver(NODE, FetchChunk(request.number, b"", last=True, next=7, end=7))
+    assert await asyncio.wait_for(fetch.task, 5) == b""
+    assert fetch.requests == [request]
+
+
 @pytest.mark.parametrize(
     "sizes", [(MAX_BYTES + 1,), (MAX_BYTES, 1), (0,) * (MAX_PIECES + 1)], ids=["one piece", "two pieces", "empty"]
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import EngineMemory, MlxPeakTracker
+from node.engine.memory.footprint import MAX_FREE_BUFFER_BYTES, EngineMemory, MlxPeakTracker
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
 from node.engine.memory.memory_reader import MemoryReader
@@ -257,6 +257,19 @@ def test_room_is_made_for_the_smallest_chunk_only_and_it_may_be_refused():
     assert refused.numbers.estimate == 256 * GIB
     assert asked.made_room == [(GateSite.PREFILL, 256 * GIB)]
     assert asked.forwards.get_counts().shrinks == 1
+
+
+def test_free_buffers_are_room_for_work_that_could_be_made_smaller():
+    mx.set_cache_limit(MAX_FREE_BUFFER_BYTES)
+    asked, buffers = Asked(GIB), mx.zeros(32 * MIB, mx.uint8) + 1
+    mx.eval(buffers)
+    del buffers
+    assert mx.get_cache_memory() >= 32 * MIB
+    asked.hold(8 * MIB)
+    assert asked.forwards.check_optional(GateSite.PREFILL, 24 * MIB)
+    assert mx.get_cache_memory() == 0
+    assert not asked.forwards.check_optional(GateSite.PREFILL, GIB)
+    assert asked.made_room == [], "cached prefixes and models stay"
 
 
 def test_what_is_reserved_at_this_moment_is_off_the_room():

@@ -55,3 +55,10 @@ def test_memory_that_a_forward_took_and_freed_between_two_readings_trails():
     after = footprint.update(10 * GIB + OTHER, 8 * GIB, 11 * GIB, 100.1)
     assert after == 2 * GIB, "one of three has left the footprint"
     assert footprint.update(10 * GIB + OTHER, 8 * GIB, 11 * GIB, 100.0 + TRAILING_SECONDS) == 0
+
+
+def test_bytes_that_trailed_are_no_other_memory_once_the_first_reading_is_too_old():
+    footprint = TrailingFootprint()
+    update(footprint, 8 * GIB, 0, 100.0)
+    assert update(footprint, 7 * GIB, GIB, 100.0 + TRAILING_SECONDS - 0.1) == GIB
+    assert update(footprint, 6 * GIB, GIB, 100.0 + TRAILING_SECONDS + 0.1) == GIB, "the first release has returned"

@@ -5,6 +5,7 @@ import json
 from msgspec.structs import replace
 
 from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.completion_response import convert_logprobs
 from router.dispatch.request import CompleteAnswer
 from router.errors import Problem
 from tests.support.answers import CREATED, CROWDED, FINISHED, Reading, asked, events
@@ -58,6 +59,13 @@ def test_legacy_log_probabilities_have_text_offsets():
     chunks = request.create_chunk_encoder(Reading(job, job.demand))
     raw = b"".join(chunks.encode_deltas([Delta(7, 0, (1,), ((0, "x"),), (token,))]) for token in TOKENS).decode()
     assert [data["choices"][0]["logprobs"]["text_offset"] for _, data in events(raw)] == [[0], [3]]
+
+
+def test_text_offsets_count_the_characters_of_the_tokens_as_they_are_sent():
+    said = (b"a", "ä€".encode(), "😀".encode(), b"\xe2\x82", b"b")
+    found = convert_logprobs([Logprob(token, -0.5, ()) for token in said], 0, 3)
+    assert found.tokens == ["a", "ä€", "😀", "bytes:\\xe2\\x82", "b"]
+    assert found.text_offset == [3 + sum(map(len, found.tokens[:place])) for place in range(len(said))]
 
 
 def test_completion_stream_has_usage_only_at_its_end():

@@ -77,6 +77,32 @@ def test_whole_response_repeats_the_request_and_has_every_item():
     }
 
 
+@pytest.mark.parametrize("fields", [{}, {"parallel_tool_calls": None, "store": None, "metadata": None, "tools": None}])
+def test_response_repeats_the_defaults_of_fields_that_the_request_omits(fields: dict[str, Any]):
+    found = whole(ResponsesRoute(), input="hi", **fields)
+    repeated = {name: found[name] for name in found if name not in ("id", "created_at", "output", "usage", "model")}
+    assert repeated == {
+        "object": "response",
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        "temperature": None,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "truncation": "disabled",
+        "background": False,
+    }
+
+
 @pytest.mark.parametrize(
     "choice",
     ["none", "required", {"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}],

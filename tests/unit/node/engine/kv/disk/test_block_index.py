@@ -156,8 +156,10 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
     assert index.list_models() == {"m": FolderSize(3, 6), "n": FolderSize(1, 4)}
     assert index.find_state("n", [ROOT], pack([1, 2, 3]), 2) == (2, state)
     assert index.choose_evictions(0, 0) == [*(block(number).file for number in (2, 3, 1)), state.file]
-    BlockIndex().scan(tmp_path, clean=True)
+    index.scan(tmp_path, clean=True)  # as soon as no other process writes
     assert not unfinished.exists()
+    assert (len(index), index.nbytes) == (4, 10)
+    assert index.list_models() == {"m": FolderSize(3, 6), "n": FolderSize(1, 4)}
 
 
 def test_files_that_another_process_deletes_while_the_folder_is_read_are_left_out(
