@@ -15,10 +15,16 @@ MAX_FOLDERS = 20_000
 
 
 def get_hub_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` in a
-    variable stands for the home folder."""
+    """Return the folder of Hugging Face's cache: `HF_HUB_CACHE`, else `HUGGINGFACE_HUB_CACHE`, else `hub` in `HF_HOME`.
+
+    The default of `HF_HOME` is `huggingface` in `XDG_CACHE_HOME` or `~/.cache`. `~` in a variable stands for the home
+    folder. Other variables in a value are not expanded.
+
+    Source: `constants.py` of huggingface_hub
+    """
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return resolve_home(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+    named = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
+    return resolve_home(named or os.path.join(home, "hub"))
 
 
 def use_hub_folder(setting: str, environment: MutableMapping[str, str]) -> None:

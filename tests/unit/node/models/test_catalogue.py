@@ -306,7 +306,8 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     unused = ModelCatalogue(ModelSettings(use_huggingface_cache=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
     assert set(unused.get_models()) == {EMBEDDED.name}
-    assert get_hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
+    assert get_hub_folder({"HUGGINGFACE_HUB_CACHE": "/y", "HF_HOME": "/z"}) == Path("/y"), "its former name"
+    assert get_hub_folder({"HF_HUB_CACHE": "/x", "HUGGINGFACE_HUB_CACHE": "/y"}) == Path("/x")
 
 
 def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
