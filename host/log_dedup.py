@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 BURST_EVENTS = 20
-"""Number of events about a subject that are admitted in a window."""
+"""Maximum number of events with the same logger, name and subject that are admitted in a window."""
 WINDOW_SECONDS = 60.0
 """Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024

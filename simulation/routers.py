@@ -6,8 +6,8 @@ memory filter leaves. `peer_router.PeerRouter` models a common router of another
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
 has room, the request waits. Waiting requests are tried whenever a node frees memory or the set of ready nodes changes,
-in the order in which they began to wait. The router does not know future arrivals: it is the best one-by-one placement,
-not the best of all schedules.
+in the order in which they began to wait. A request that fits on no node fails. The router does not know future
+arrivals, so that better schedules can exist.
 """
 
 import itertools

@@ -91,7 +91,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     leases: Size = 0
     """Bytes leased to a video job or a quantization."""
     bound_by: Word = ""
-    """Term that sets the ceiling: `leases`, `dynamic` (other programs), `unreadable`, or the term of the cap."""
+    """Term that sets the ceiling: `leases`, `dynamic` (other programs), `unreadable`, or the term that sets the cap."""
     guard: bool = True
     """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
@@ -205,7 +205,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     max_context: Natural = 0
     """Tokens of the longest row that fits on the idle node; 0 for a model that is not loaded."""
     max_batch: Natural = 0
-    """Rows of usual length that fit on the idle node; 0 for a model that is not loaded."""
+    """Rows of 2,048 tokens that fit on the idle node, at most the batch limit; 0 for a model that is not loaded."""
     observed: Estimate = 0
     """Highest transient that was measured, in bytes; 0 before."""
     kv_waste: Size = MAX_WASTE_BYTES

@@ -65,7 +65,7 @@ _Key = tuple[str, Labels]
 
 
 class ConditionEvaluator:
-    """Evaluator of alert rules, with the state that it needs between two samples. Pure except for its listeners.
+    """Evaluator of alert rules, with the state that it needs between two samples. Only its listeners do I/O.
 
     A condition is active once its rule has held for `AlertRule.seconds`. It ends with the first sample for which the
     rule does not hold. Increases of counters are available only over the windows of `WATCHED`.

@@ -80,8 +80,8 @@ class Route:
 
     @property
     def audited(self) -> bool:
-        """Whether each successful call is written to the audit log: True for all methods but GET with the scope
-        `admin`."""
+        """Whether each successful call is written to the audit log: True if the scope is `admin` and the method is not
+        GET."""
         return self.scope == "admin" and self.method != "GET"
 
     @property

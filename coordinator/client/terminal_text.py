@@ -20,7 +20,10 @@ _OUTPUT = re.compile(rf"(\x1b\[(?:{COLOURS})?m)|[{_HARMFUL}]")
 
 
 def replace_control_characters(text: str) -> str:
-    """Return text from another machine with each control character replaced by `?`."""
+    """Return text from another machine with unsafe characters replaced by `?`.
+
+    These are control characters except tab and newline, bidirectional marks, U+2028, U+2029 and surrogates.
+    """
     return _TEXT.sub("?", text)
 
 

@@ -49,7 +49,8 @@ class NodePlan:
     free: int
     """Free bytes of the disk; 0 if unknown."""
     context: int
-    """Maximum tokens of one row that fit into the memory of the idle node; 0 if the model does not fit."""
+    """Maximum tokens of one row on the idle node, at most the context length of the model. The value is 0 if the model
+    does not fit, or if its context length or the memory of the node is unknown."""
     reason: str
     """Why the node is not chosen, or a warning about a chosen node; empty without one."""
 

@@ -292,7 +292,8 @@ class ReplicaSearch:
 def choose_victims(candidate: Candidate, evictable: list[Model]) -> list[Model] | None:
     """Return the models to unload before a replica is loaded: an empty list if the replica fits now.
 
-    Return None if the replica would not fit after unloading all of `evictable`, which has the first to unload first.
+    `evictable` is in the order of unloading. Return None if the replica would not fit even after all of these models
+    are unloaded.
     """
     if candidate.feasible:
         return []

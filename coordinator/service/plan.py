@@ -14,7 +14,8 @@ MODULE = "coordinator.cli"
 STOP_TIMEOUT_SECONDS = 45
 """Seconds from the stop signal to a kill.
 
-With default settings that is longer than both drains together: first the requests end, then the local node.
+With default settings that is longer than the drain of the requests (`http.drain_seconds`, 20 s) and then that of the
+local node (20 s).
 """
 THROTTLE_SECONDS = 10
 """Minimum seconds between two starts by launchd; with systemd, seconds between the end of the service and its next

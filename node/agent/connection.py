@@ -56,7 +56,7 @@ class CoordinatorLink(LinkEndpoint):
 
     @property
     def local_address(self) -> str:
-        """Address of this machine on the connection; empty if the connection has ended."""
+        """IP address of this machine on the connection, without a port; empty before the connection, and after it."""
         name = self.transport.get_extra_info("sockname") if self.transport is not None else None
         return str(name[0]) if name else ""
 

@@ -18,7 +18,7 @@ from wire.join_token import JoinToken
 DENIED = frozenset({"removed", "cloned", "identity"})
 """Reasons for which a coordinator denies an identity for good."""
 LEAVE_TIMEOUT_SECONDS = 30.0
-"""Timeout in seconds of the goodbye to the coordinator when a node leaves."""
+"""Maximum seconds that a leaving node waits for the coordinator's Welcome, before it sends its goodbye."""
 
 log = structlog.get_logger("node.agent.rejoin")
 

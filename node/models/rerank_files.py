@@ -19,7 +19,7 @@ from node.models.weight_files import Config
 LOGIT_SCORE = "1_LogitScore/config.json"
 """File with the two tokens of a score."""
 QWEN = "qwen3-reranker"
-"""Part of the names of a family of rerankers whose files do not define the score, in lower case."""
+"""Lower-case part of the names of a family of rerankers. Their files do not define the score."""
 _QWEN_TYPE = "qwen3"
 _QWEN_TOKENS = (9693, 2152)
 """Tokens `yes` and `no` of Qwen3."""

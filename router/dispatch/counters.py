@@ -16,12 +16,15 @@ from wire.refusals import FailureCode, RefusalCode
 from wire.state_machine import IllegalEventCounts
 
 TTFT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 90, 300)
+"""Upper bounds in seconds of the buckets of the time to first token."""
 ITL_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+"""Upper bounds in seconds of the buckets of the time between two tokens."""
 E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 960)
+"""Upper bounds in seconds of the buckets of the duration of a whole request."""
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
+"""Upper bounds in seconds of the buckets of the time in the queue."""
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
-"""Upper bounds in seconds of the buckets of placement decisions. The tuples above have the bounds of the times to first
-token, between tokens, of whole requests and in the queue."""
+"""Upper bounds in seconds of the buckets of the duration of a placement decision."""
 MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
 MAX_PACES = 4096

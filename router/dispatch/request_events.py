@@ -201,7 +201,7 @@ class PrefillDone(Action, frozen=True, gc=False):
     node: NodeId
     attempt: int
     first: bool
-    """Whether these are the first tokens of the request, of any attempt."""
+    """Whether no earlier attempt of the request has sent tokens."""
 
 
 class EndRequest(Action, frozen=True, gc=False):

@@ -61,9 +61,9 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:
         """Return the output tokens to reserve for each choice.
 
-        That is the model's usual output, or `max_tokens` if that is less. It is at most the context left after
-        `prompt_tokens`, but at least 1. For a resumed answer, the usual output counts as at least `KV_GROWTH_TOKENS`
-        more than the known tokens.
+        That is the model's usual output, or `max_tokens` if that is less. If the context length is known, it is at most
+        the context left after `prompt_tokens`, but at least 1. For a resumed answer, the usual output counts as at
+        least `KV_GROWTH_TOKENS` more than the known tokens.
         """
         usual, most, context = model.expected_output, self.max_tokens, model.context
         if self.known_tokens:

@@ -48,7 +48,7 @@ class ReduceMemory(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: reduce the memory of the engine, because the engine is above a limit.
 
     OVER_SOFT: free unused memory (free buffers, reusable cache, idle models). OVER_HARD: if that frees less than
-    `excess` bytes, also abort a load in progress, then end the newest request.
+    `excess` bytes, also abort a load in progress. If that is still not enough, end the newest request.
     """
 
     poll: Number

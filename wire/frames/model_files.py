@@ -141,7 +141,8 @@ class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
 
 
 class RelayJoined(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the connection is joined with one of the other node, from which all further bytes come."""
+    """Coordinator → node: the connection is relayed to a connection of the other node. All bytes after this frame come
+    from that node."""
 
 
 class CancelModelOrder(Frame, frozen=True, array_like=True, gc=False):

@@ -74,7 +74,7 @@ class MemberQuery(Frame, frozen=True, array_like=True, gc=False):
     machine: Word
     """Machine id."""
     path: Text
-    """Path of the API."""
+    """Path to read, such as `/api/v1/status`. A path that members may not read is denied as `not_readable`."""
 
 
 class Welcome(Frame, frozen=True, array_like=True, gc=False):

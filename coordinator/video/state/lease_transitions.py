@@ -15,7 +15,7 @@ MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
 report may precede the request."""
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED, LeaseEndCode.NODE_STOPPING})
-"""Codes of ends that the job has not caused. The job may be restarted."""
+"""Codes of lease ends that count as a loss of the worker or its node (`Transition.handle_loss`)."""
 
 
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:

@@ -29,10 +29,10 @@ class TokenizedPair(NamedTuple):
 
 
 class PromptPairs:
-    """Prompts of a decoder for the documents of one request, which differ in the document only.
+    """Prompts of one request to a reranker that is a decoder. They differ in the document only.
 
-    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the chat template cannot be rendered or leaves out the
-    document.
+    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the model has no chat template, or it leaves out the
+    document, and `TokenizerPanic` if the native tokenizer panics. Other errors of the template propagate.
     """
 
     def __init__(self, tokenizer: Tokenizer, answers: AnswerTokens, request: Embed, most: int) -> None:

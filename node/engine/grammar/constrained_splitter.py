@@ -70,7 +70,8 @@ class MarkerLayout:
 
 
 class FormatCutter:
-    """Cutter of the text of one answer under a grammar (see the module's docstring and `detokenizer.MarkerCutter`)."""
+    """Splitter of one answer under a grammar into reasoning, text and tool calls. The module has the rules, and
+    `detokenizer.MarkerCutter` the interface."""
 
     def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline

@@ -42,7 +42,7 @@ LARGE_SAMPLE_SHARE = 0.2
 REFIT_FACTOR = 1.2
 """Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64
-"""Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
+"""Minimum tokens of the last chunk of a prompt that shows the cost of logits. In smaller ones other costs dominate."""
 MIN_FIT_SAMPLES = 4
 """Minimum number of samples for a fit: fewer cannot separate its terms."""
 PRIOR_WEIGHT = 0.3

@@ -114,7 +114,8 @@ class EngineLoop:
             self._busy_since = None
 
     def tokenize_prompts(self) -> None:
-        """Tokenize admitted prompts of usual length, one after the other, on the calling thread. Never return."""
+        """Tokenize admitted prompts that are not long, one after the other, on the calling thread. Enqueue each result
+        for the inference thread. Never return."""
         while True:
             self.put(self._prompts.get().tokenize())
 

@@ -1,7 +1,7 @@
-"""Preemption in the scheduler: release the memory of chosen requests, and return them once there is room.
+"""Preemption in the scheduler: release memory and rows of chosen requests, and return these once there is room.
 
-The choices are made by `preemption`. A preempted request's tokens are prefilled again from its ids. A request that
-cannot be preempted ends.
+`rules.preemption` chooses the requests. On return, the tokens of a request that are not in the prefix cache are
+prefilled again. A request that cannot be preempted ends.
 """
 
 import structlog

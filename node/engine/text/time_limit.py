@@ -13,9 +13,11 @@ class DeadlineError(Exception):
 class Deadline:
     """Context that raises `DeadlineError` with this message in its thread after `seconds`.
 
-    Python code is interrupted between two instructions, but a native call is not. No exception is raised outside the
-    context: one that is pending at the end is caught there. The last statement of the context must be no loop: CPython
-    3.13 does not call `__exit__` if an exception arrives at the jump that ends such a loop.
+    Python code is interrupted between two instructions, but a native call is not. If the time is over at the end of the
+    context, its exit raises the error; after the context nothing is raised.
+
+    The last statement of the context must be no loop: CPython 3.13 does not call `__exit__` if an exception arrives at
+    the jump that ends such a loop.
     """
 
     def __init__(self, seconds: float, message: str) -> None:

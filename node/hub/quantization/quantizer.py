@@ -6,7 +6,7 @@ Rules
   killed after `STALL_TIMEOUT_SECONDS` without progress, and after `TIMEOUT_SECONDS` in total.
 - The memory is returned only after the child has ended.
 - A result is in the catalogue completely or not at all.
-- The quantization ends a grace period after the Mac stopped sharing, and with the agent.
+- Some time after the Mac stopped sharing, the quantization is cancelled. It also ends with the agent.
 """
 
 import asyncio

@@ -25,7 +25,7 @@ OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 """Folders of the worker's artifacts and of its temporary files, and the file with its stderr."""
 T = TypeVar("T", bound=Struct)
 MAX_LINE_BYTES = 64 * 1024
-"""Maximum bytes of one event. `FileTail` discards a longer line, or parts of it."""
+"""Maximum bytes of one event, a line of a file. `FileTail` discards a longer line, but may return its end as a line."""
 
 
 class LeaseGrant(Struct, frozen=True, kw_only=True):

@@ -43,8 +43,7 @@ from wire.video import LeaseEndCode
 POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks of a worker."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds that a worker has to exit after it has reported the end of its job. Then it is ended like a worker at
-fault."""
+"""Maximum seconds from a worker's report of the end of its job to its exit. Then it gets SIGTERM, and later SIGKILL."""
 REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that the parent process has, after the worker's end, to report the end or to exit as well. Then the worker
 counts as crashed."""

@@ -32,8 +32,9 @@ class CrowdRules:
     def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
 
-        This applies where many prompt tokens are ahead of the request and its key requests far more than its share. A
-        request with a lost attempt, and a node that must load the model, are exempt.
+        True if more than `QUEUE_BACKLOG_SECONDS` of prefill are ahead on the chosen node, and the key exceeds its share
+        of tokens (`LoadShare.exceeds_share`). A request with a lost attempt, and a node that must load the model, are
+        exempt.
         """
         model = chosen.model
         if request.life.lost_by is not None or model is None or not model.loaded:

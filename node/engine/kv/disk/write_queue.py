@@ -19,7 +19,8 @@ from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
 from node.engine.kv.radix_trie import ID_BYTES
 
 VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
-"""Versions of the libraries that compute caches. They are part of each chain."""
+"""Versions of mlx and mlx-lm. They are part of each chain of block hashes (`block_chain`): caches of other versions are
+not found."""
 FLUSH_SECONDS = 0.1
 """Maximum seconds that an eviction waits until the writer has written the queued parts, which frees their memory."""
 RETRY_SECONDS = 0.05
