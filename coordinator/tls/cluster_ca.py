@@ -178,9 +178,9 @@ class ClusterCa:
         """
         own, now, created = read_certificate(self._read_own_certificate()), self._clock(), self.ca_validity[0]
         if now < created - BACKDATED_SECONDS:
-            date, day = (f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}" for at in (now, created))
+            clock, day = (f"{datetime.datetime.fromtimestamp(at, datetime.UTC):%Y-%m-%d}" for at in (now, created))
             log.warning(
-                "no node can link: correct the clock, it is before the cluster's creation", date=date, created=day
+                "no node can link: correct the clock, it is before the cluster's creation", clock=clock, created=day
             )
         if own.issued <= now < own.renew_from:
             return False

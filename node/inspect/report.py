@@ -238,9 +238,8 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
                     "expires": read_certificate(der).expires if der else None,
                 }
     except ssl.SSLCertVerificationError as error:
-        clock_hint = explain_wrong_clock(
-            error, time.time()
-        )  # outside its validity, the certificate may still be the coordinator's
+        # outside its validity, the certificate may still be the coordinator's
+        clock_hint = explain_wrong_clock(error, time.time())
         report |= {"proven": None if clock_hint else False, "error": f"{error.verify_message}{clock_hint}"}
     except TimeoutError:
         report["error"] = "no answer"

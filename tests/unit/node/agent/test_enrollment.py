@@ -12,6 +12,7 @@ import stat
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.cluster.local_node import LocalNode
-from coordinator.tls.cluster_ca import build_common_name, create_certificate_builder, write_key_pair
+from coordinator.tls.cluster_ca import ClusterCa, build_common_name, create_certificate_builder, write_key_pair
 from node.agent.enrollment import (
     CoordinatorUnreachable,
     EnrollDenied,
@@ -325,6 +326,9 @@ async def test_a_certificate_outside_its_validity_is_the_fault_of_a_clock(
         known = store_identity(tmp_path / "m", request, signed, door.authority.cluster, door.authority.ca, "m2")
         seen = await asyncio.to_thread(dial_coordinator, known, door.address)
         assert (seen["proven"], words in seen["error"], "correct it" in seen["error"]) == (None, True, True)
+        other = replace(known, ca=ClusterCa(tmp_path / "other", time.time).ca)
+        seen = await asyncio.to_thread(dial_coordinator, other, door.address)
+        assert (seen["proven"], "correct it" in seen["error"]) == (False, False), "another authority comes first"
 
 
 async def test_an_unreachable_address_is_named_in_the_form_in_which_it_is_entered(tmp_path: Path) -> None:
