@@ -176,6 +176,17 @@ def test_interrupted_command_prints_stopped(monkeypatch: pytest.MonkeyPatch):
     assert done.stderr.splitlines()[-1] == "stopped"
 
 
+def test_second_interrupt_while_the_first_is_handled_prints_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", interrupt)
+    monkeypatch.setattr(sys, "argv", ["cluster", "no-such-command"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 130
+
+
 # names and questions
 
 
