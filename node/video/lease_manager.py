@@ -118,7 +118,7 @@ class LeaseManager:
         return tuple((state.lease, state.phase, state.progress, state.size) for state in self.list_states())
 
     def build_video_state(self) -> VideoState:
-        """Return the video part of the report, without the fields of Ray."""
+        """Return the video part of the report. The caller sets the fields `ray`, `ray_cause` and `allowed`."""
         offer = self._offer
         packages = tuple(package.described for package in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())

@@ -125,7 +125,8 @@ class PullRoutes:
         return build_pull_row(record, self._get_name)
 
     async def pulls(self) -> dict[str, Any]:
-        """List the pulls, the newest first: progress on each node in bytes, and faults."""
+        """List the open pulls and the newest 50 ended pulls, the newest first: progress on each node in bytes, and
+        faults."""
         return {"schema": 1, "pulls": self.build_rows()}
 
     def build_rows(self, max_ended: int = MAX_ENDED_RECORDS) -> list[dict[str, object]]:
