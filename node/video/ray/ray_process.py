@@ -59,6 +59,10 @@ The actor ends its worker: if Ray ended the worker first, that end would look li
 loopback as the address of the machine, on Linux as on macOS.
 """
 
+SESSIONS = "r"
+"""Name of the folder that Ray gets, within a private one. Ray gives all users access to its folder, with its logs and
+sockets. The name is short because of the limit of socket paths."""
+
 
 def build_command(*words: str) -> list[str]:
     """Return the command line that starts Ray with these arguments."""
