@@ -72,7 +72,12 @@ def open_page(session: ApiSession, only_print: bool) -> None:
 @click.option("--export", type=click.File("wb"), help="Write all recorded decisions into a file, for `cluster replay`.")
 @session_options
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
-    """Show placement, steps and end of a request. Without ID, list the newest requests."""
+    """Show placement, steps and end of a request. Without ID, list the newest requests.
+
+    The newest 1000 requests and decisions are stored until the coordinator stops. ID and --export exclude each other.
+    """
+    if export is not None and request_id is not None:
+        raise click.UsageError("--export writes the decisions of all requests: leave out either ID or --export")
     if export is not None:
         for piece in session.stream("/api/v1/decisions", timeout=120):
             export.write(piece)
