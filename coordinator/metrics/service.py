@@ -86,7 +86,8 @@ class MetricsService:
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
         """Return a node's metrics in the format that an Accept header requests, with the content type.
 
-        Raise `NodeUnreachable` if the node does not answer or is no member any more.
+        If the node sends invalid measurements, its histograms are missing. Raise `NodeUnreachable` if the node is
+        absent, does not answer within `MEASURES_TIMEOUT_SECONDS` or is no member any more.
         """
         measures = await self._fetch_measures(node)
         view = self._nodes.registry.build_view().find_node(node)

@@ -158,7 +158,10 @@ class ReplicaSearch:
         ]
 
     def evaluate_nodes(self, state: WishState) -> list[NodeOption]:
-        """Return an evaluation of every node that the lists and labels of a wish allow."""
+        """Return an evaluation of every node that the lists and labels of a wish allow, except nodes that have left.
+
+        A node with a replica, loaded, loading or away, has the obstacle `HELD`.
+        """
         held = {*state.ready, *state.coming, *state.away}
         return [
             NodeOption(node, Obstacle.HELD) if node.id in held else self._evaluate(node, state.wish)

@@ -153,7 +153,11 @@ class VideoController:
         return self.table.jobs.get(job.id, job)
 
     async def cancel_job(self, job: str) -> None:
-        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if the change cannot be stored."""
+        """Cancel a job unless it has ended or is unknown, release its lease, and wait until the change is on disk.
+
+        The end of its worker is not awaited. Raise `StoreError` if the change cannot be stored; the job is cancelled
+        nevertheless.
+        """
         self.apply_event(events.JobCancelled(job))
         await self.records.flush()
 
