@@ -73,7 +73,7 @@ class TrimModes:
         self._modes: dict[str, CacheTrimMode] = {}
 
     def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        """Return the trim mode of a model's caches."""
+        """Return the trim mode of a model's caches: that of the most restrictive layer."""
         mode = self._modes.get(loaded_model.name)
         if mode is None:
             mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
@@ -249,7 +249,7 @@ class PrefixCacheManager:
         self._store.remove_redundant(past.take_snapshots(MAX_LONG_SNAPSHOTS))
 
     def remove_snapshots(self, prefill: Prefill) -> None:
-        """Remove the snapshots of a long prompt, because its request was cancelled."""
+        """Remove the snapshots of a long prompt, because its request was cancelled. They do not count as evictions."""
         if prefill.past is not None:
             self._store.remove_redundant(prefill.past.take_snapshots(0))
 

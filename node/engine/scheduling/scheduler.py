@@ -268,7 +268,7 @@ class Scheduler:
 
     def synchronize(self) -> None:
         """Wait for the launched decode steps of all batches, so that the measurement of the next native call does not
-        include them. A batch whose step raises is rebuilt."""
+        include them. A batch whose step raises is rebuilt. Raise `DeviceLost` for a failed command buffer."""
         self._decode.wait()
 
     def close(self) -> None:
