@@ -48,7 +48,8 @@ class UpstreamGate:
         return f"not asked after failures in a row, the last one: {state.why}"
 
     def record_request(self, name: str, number: int) -> None:
-        """Record that the request `number` was passed on to the upstream `name`."""
+        """Record that the request `number` was passed on to the upstream `name`. If the breaker of the upstream is half
+        open, the request is the probe."""
         self._breakers.record_attempt(name, number, self._clock())
 
     def end_request(self, request: ActiveRequest, outcome: Outcome) -> None:
