@@ -80,7 +80,10 @@ class MetricsService:
         self._count_unwritten = count_unwritten
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
-        """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
+        """Return the coordinator's metrics in the format that an Accept header requests, with the content type.
+
+        Label values of former nodes and counters of former keys are deleted first (`take_snapshot`).
+        """
         return await asyncio.to_thread(_render, collect_families(POOL, self.take_snapshot()), accept)
 
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:

@@ -143,7 +143,11 @@ class ReplicaSearch:
 
     def list_unloadable(self, state: WishState) -> list[NodeView]:
         """Return the nodes from which the model of `state` can be unloaded now. The caller checks that its idle time
-        has passed."""
+        has passed.
+
+        Nodes where the model is pinned or in use are left out, as are nodes that take no requests. The same holds for
+        nodes with an action in progress or a recent failure of this model.
+        """
         return [
             node
             for node in self._pool.view.nodes

@@ -60,7 +60,10 @@ def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 
 def log_guards(options: RunOptions, tls: EndpointTls) -> None:
-    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS."""
+    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS.
+
+    Of the webhook's URL, which may contain a secret, only the host is logged.
+    """
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.alerts.webhook_url
     log.info(

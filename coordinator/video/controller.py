@@ -164,7 +164,8 @@ class VideoController:
     async def delete_job(self, job: str) -> None:
         """Cancel a job if it is open, and delete its record and files. Ignore an unknown job.
 
-        The files are removed in the background. Raise `StoreError` if the change cannot be stored.
+        The files are removed in the background. Wait until the change is on disk. Raise `StoreError` if it cannot be
+        stored; the job is deleted in memory nevertheless.
         """
         self.apply_event(events.JobDeleted(job))
         await self.records.flush()

@@ -124,7 +124,7 @@ class LeaseManager:
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the path of the artifact `artifact:LEASE/NAME`; None unless an ended lease of this node has it."""
+        """Return the path of the artifact `artifact:LEASE/NAME`, unchecked; None unless an ended lease here has it."""
         return self._store.find_artifact(name)
 
     # orders

@@ -78,7 +78,7 @@ class VideoSubsystem:
         self._update_ray()
 
     async def stop(self) -> None:
-        """Stop the search for packages, end the job that holds a lease, then stop Ray."""
+        """Stop the search for packages, end the job that holds a lease and wait for its end, then stop Ray."""
         await self.offer.stop()
         await self.lease_manager.stop()
         await self.ray.stop()

@@ -26,7 +26,7 @@ class MemoryReader:
         return self._footprint.read_memory(self.gate, self._reserved(), now)
 
     def read_now(self) -> Memory:
-        """Read the memory now, and return it with the limits in force."""
+        """Read the memory now, count it in the recent peak, and return it with the limits in force, as `read` does."""
         return self.read(time.monotonic())
 
     def read_settled(self) -> Memory:

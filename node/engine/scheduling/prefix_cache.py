@@ -118,8 +118,8 @@ class PrefixCacheManager:
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
-        """Delete the entries of a model in memory and its files on the disk; of all models if `fingerprint` is empty.
-        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
+        """Delete the entries of a model in memory and its files (`DiskTier.clear`); of all models if `fingerprint` is
+        empty. Raise `OSError` if files stay, `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next

@@ -224,7 +224,10 @@ class Placer:
         )
 
     def find_unavailable_refusal(self, node: NodeView) -> Refused | None:
-        """Return the refusal of a node that takes no request now; None if the node takes requests."""
+        """Return the refusal of a node that takes no request now; None if the node takes requests.
+
+        Reasons are its state, a cordon or drain, a late report, and its engine. The refusal may be retried after 2 s.
+        """
         why, code = find_unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 

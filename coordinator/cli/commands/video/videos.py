@@ -95,7 +95,7 @@ def _print_video(video: dict[str, Any]) -> None:
 @click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
 @session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
-    """Create a video from PROMPT.
+    """Create a video from PROMPT, and print its id. The end is awaited only with --wait or --output-file.
 
     Exit code: 6 if the command waited for the video and the video failed.
     """
