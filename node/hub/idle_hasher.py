@@ -70,7 +70,8 @@ class IdleHasher:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the checks. Cancel the child, and wait for its end."""
+        """Stop the checks. Cancel the child, and wait for its end, which takes at most about
+        `order_child.TERMINATE_TIMEOUT_SECONDS`."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

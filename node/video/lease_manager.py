@@ -241,8 +241,8 @@ class LeaseManager:
         self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the worker, wait until its lease has ended, and refuse all further leases. Do not wait for a worker of an
-        earlier agent."""
+        """End the worker, by SIGKILL after its grace seconds, wait until its lease has ended, and refuse all further
+        leases. Do not wait for a worker of an earlier agent."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._apply(lease_life.NodeStopping())

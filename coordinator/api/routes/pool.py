@@ -98,8 +98,8 @@ class PoolRoutes:
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
         """Return the newest `points` points of the load of the whole pool and of each node; null for a gap.
 
-        There is a point every 10 seconds, oldest first, and points of the last hour are kept (the default). `number` is
-        the sequence number of the newest point; -1 before the first one.
+        There is a point every 10 seconds, oldest first, and points of the last hour are kept. Without `points`, all are
+        returned. `number` is the sequence number of the newest point; -1 before the first one.
         """
         return Response(
             msgspec.json.encode({"schema": 1, **self.read_load_history(points)}), media_type="application/json"

@@ -21,7 +21,7 @@ class MemoryReader:
     def read(self, now: float) -> Memory:
         """Read the memory now, count it in the recent peak, and return it with the limits in force.
 
-        `now` is the monotonic time. `phys`, `current` and `headroom` are None if the footprint cannot be read.
+        `now` is the monotonic time. `phys`, `current` and `headroom` are None without a live reading of the footprint.
         """
         return self._footprint.read_memory(self.gate, self._reserved(), now)
 
