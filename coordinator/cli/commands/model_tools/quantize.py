@@ -130,7 +130,7 @@ def _print_quantizations(answer: dict[str, Any]) -> None:
 @click.argument("quantization", metavar="ID")
 @session_options
 def cancel_quantization(session: ApiSession, quantization: str) -> None:
-    """Order the node to cancel a quantization and to delete its incomplete result.
+    """Order the node to cancel a quantization. Its incomplete result is deleted.
 
     The end is not awaited. Fail if the quantization has ended or its node is not linked.
     """
