@@ -51,7 +51,7 @@ class PageRoutes:
         """Return the routes of the web page."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
-            Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401,)),
+            Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401, 503)),
             Route("DELETE", "/api/v1/page/visit", "admin", self.leave, (404,)),
             Route("GET", "/api/v1/live", "metrics", self.live, (503,), EVENT_STREAM),
         )
