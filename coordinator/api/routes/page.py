@@ -72,7 +72,8 @@ class PageRoutes:
 
         A code works once, within 2 minutes. The key has administrator scope, for 12 hours or until the coordinator
         stops. `expires` is in Unix seconds. If 64 sessions are open, the oldest ends. Raise `ProblemError` 401 for a
-        code that is unknown, used or expired, and `StoreError` (503) after a failed write.
+        code that is unknown, used or expired. Raise `StoreError` (503) if the audit log cannot be written; the code is
+        used then.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:

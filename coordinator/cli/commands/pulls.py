@@ -47,7 +47,7 @@ def pull(
 
     One node downloads. The other nodes get the files from that node over the local network, at the same time. After
     repeated faults, a node downloads them itself. Every file is verified before the model can be used. Ctrl-C ends the
-    wait, not the pull: `cluster pulls` shows it.
+    wait, not the pull: `cluster pulls` shows it. --node, --all and --auto exclude each other.
 
     Exit code: 6 if a node did not get the model.
     """

@@ -253,7 +253,7 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
     """Change the given limits of a key at once.
 
-    Print the limits before and after. Other limits do not change.
+    Print the limits before and after. Other limits do not change. A limit cannot be given and cleared at once.
     """
     row, changes = find_object(session, "key", key_), select_limits(options)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
