@@ -164,7 +164,10 @@ class HostProbe:
         return result.text if result is not None and result.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
-        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message."""
+        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message.
+
+        That includes an answer that takes longer than `ANSWER_TIMEOUT_SECONDS`.
+        """
         try:
             return CoordinatorAnswer(self.session.request_json("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
         except (CommandError, OSError, ValueError) as error:

@@ -37,7 +37,7 @@ class ModelOrders:
         """Send an order about a model to a node and return its end.
 
         The end has the code `failed` without a link, with too many open orders, when the link is lost, and after
-        `ORDER_TIMEOUT_SECONDS`.
+        `ORDER_TIMEOUT_SECONDS`. After a timeout or a cancellation of this call, the node continues the order.
         """
         order = self._number()
         if len(self._open) >= MAX_OPEN_ORDERS:

@@ -124,7 +124,7 @@ class LeaseManager:
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the path of the artifact `artifact:LEASE/NAME`; None unless an ended lease of this node has it."""
+        """Return the path of the artifact `artifact:LEASE/NAME`, unchecked; None unless an ended lease here has it."""
         return self._store.find_artifact(name)
 
     # orders
@@ -241,8 +241,8 @@ class LeaseManager:
         self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the worker, wait until its lease has ended, and refuse all further leases. Do not wait for a worker of an
-        earlier agent."""
+        """End the worker, by SIGKILL after its grace seconds, wait until its lease has ended, and refuse all further
+        leases. Do not wait for a worker of an earlier agent."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._apply(lease_life.NodeStopping())

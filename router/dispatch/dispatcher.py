@@ -353,7 +353,7 @@ class Dispatcher:
         self._arm_timer()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait at most `seconds` for the open requests. Then call `shutdown`."""
+        """Refuse new requests, and wait at most `seconds` for the open requests. Then end the rest (`shutdown`)."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

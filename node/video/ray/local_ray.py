@@ -180,7 +180,7 @@ class LocalRay:
         )
 
     def end_actor(self, lease: str) -> None:
-        """End the actor of a lease, if there is one."""
+        """End the actor of a lease, if there is one, without a wait (`DriverProcess.kill_actor`)."""
         self._driver.kill_actor(lease)
 
     async def stop(self) -> None:

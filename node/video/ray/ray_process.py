@@ -113,7 +113,7 @@ async def read_until_started(process: asyncio.subprocess.Process, seconds: float
 
 
 async def discard_output(process: asyncio.subprocess.Process) -> None:
-    """Read and discard the output, because a full pipe would block the process."""
+    """Read and discard the output until its end, because a full pipe would block the process."""
     while await _get_stdout(process).read(4096):
         pass
 

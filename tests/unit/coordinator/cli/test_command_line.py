@@ -321,6 +321,11 @@ def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
     assert done.exit_code == 6
 
 
+def test_doctor_lists_its_checks_as_json():
+    listed = json.loads(alone("doctor", "--list", "-o", "json").output)["checks"]
+    assert [f"{check['id']:<14} {check['title']}" for check in listed] == alone("doctor", "--list").output.splitlines()
+
+
 def test_command_lists_have_no_truncated_summary():
     groups = [path for path, context in contexts() if isinstance(context.command, click.Group)]
     assert len(groups) > 5
