@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.neuter.changes import VERIFIED, git
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("coordinator", "host", "node", "router", "simulation", "tests/support", "wire")
+IMPORTED = ("coordinator", "dashboards", "deploy", "host", "node", "router", "simulation", "tests/support", "wire")
 """Folders whose modules tests import."""
 TESTS = ("tests/unit", "tests/contract")
 """Folders whose tests run if they import a changed module."""
