@@ -187,7 +187,7 @@ def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> No
 def test_a_row_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
     Database(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "cluster.db")
-    connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL, '', 0)")
+    connection.execute("INSERT INTO members (node, name, hardware) VALUES ('n', 'a', 'junk')")
     connection.commit()
     connection.close()
     for _ in range(2):
