@@ -161,8 +161,8 @@ class PullRoutes:
         """Read all files of a model on a node and compute their digests again. Return the content hash of the model.
 
         Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or
-        files that changed since their download. A failure has the status of its code in `STATUS`: 500 if the link is
-        lost, after 6 h, and if 64 orders are open. The node continues if the client disconnects.
+        files that changed since their download. A failure has the status of its code in `STATUS`: 429 if 64
+        orders are open, 500 if the link is lost and after 6 h. The node continues if the client disconnects.
         """
         return await self._run_order(VerifyModel, body)
 
