@@ -12,7 +12,7 @@ import ipaddress
 from collections.abc import Sequence
 
 import structlog
-from zeroconf import Error, IPVersion
+from zeroconf import IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
 from host.local_names import read_addresses
@@ -109,10 +109,10 @@ class Announcement:
         self.ready.clear()
         if zeroconf is None:
             return
-        with contextlib.suppress(OSError, Error, TimeoutError):
+        with contextlib.suppress(Exception):  # zeroconf raises RuntimeErrors as well
             async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_unregister_all_services()
-        with contextlib.suppress(OSError, Error, TimeoutError):
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_close()
 

@@ -48,3 +48,14 @@ def read_addresses() -> list[str]:
     """
     pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
+
+
+def find_interface(address: str) -> int:
+    """Return the system's number of the network interface that has an IPv6 address; 0 if none has it.
+
+    Raise `OSError` if the system cannot list its addresses.
+    """
+    adapters = ifaddr.get_adapters()
+    return next(
+        (adapter.index or 0 for adapter in adapters for ip in adapter.ips if ip.is_IPv6 and ip.ip[0] == address), 0
+    )

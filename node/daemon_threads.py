@@ -45,7 +45,10 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._calls: set[Future[Any]] = set()
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Call a function in a daemon thread, and return the future of its result."""
+        """Call a function in a new daemon thread. Return the future of its result, which cannot be cancelled.
+
+        An exception of the function becomes the exception of the future.
+        """
         future = start_call(partial(fn, *args, **kwargs), "call")
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)

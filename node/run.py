@@ -76,8 +76,8 @@ log = structlog.get_logger("node.run")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
 
-    `arguments` replace the arguments of the command line. `SettingsError` and `NodeStartError` are printed. Raise
-    `SystemExit` for invalid arguments.
+    `arguments` replace the arguments of the command line. `SettingsError` (exit code 2) and `NodeStartError` (its own
+    code) are printed. The code is 130 after Ctrl-C. Raise `SystemExit` for invalid arguments.
     """
     open_missing_streams()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before any thread begins, which inherits the mask

@@ -38,7 +38,7 @@ class Arrivals:
             self._over.set()
 
     async def wait(self) -> None:
-        """Wait until all conversations have begun and all of their requests have ended."""
+        """Wait until all conversations have begun and all of their requests have ended, without a time limit."""
         await self._over.wait()
 
     def _next_conversation(self) -> None:

@@ -56,6 +56,7 @@ class RunStatistics:
 def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
     """Return the statistics of a completed run. The ratios to the clairvoyant's times are NaN.
 
+    Requests that fit no node are only counted. The times of other requests without a complete answer are infinite.
     `until` is the end of the arrivals in virtual seconds: tokens that are served later do not count for fairness.
     """
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]

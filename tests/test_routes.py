@@ -253,6 +253,26 @@ def test_every_route_of_the_control_application_is_documented(built: Application
     assert served <= documented
 
 
+def test_every_status_that_a_handler_names_is_described(built: Application):
+    described = {
+        (method, path): operation["responses"].keys() for method, path, operation in operations(built.document())
+    }
+    named = {
+        (method, route.path_format): set(
+            re.findall(r"\b[45]\d\d\b", (route.endpoint.__doc__ or "").partition("Raise")[2])
+        )
+        for route in built.api.app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert sum(map(len, named.values())) > 50
+    assert {
+        operation: missing
+        for operation in named.keys() & described
+        if (missing := named[operation] - described[operation])
+    } == {}
+
+
 @pytest.mark.parametrize(
     "headers",
     [{}, {"Authorization": "Bearer mp_x_y"}, {"Authorization": "Basic YTpi"}, {"x-api-key": ""}],

@@ -54,12 +54,12 @@ def is_valid_request_id(text: str) -> bool:
 
 
 def build_node_uri(cluster: str, node: NodeId) -> str:
-    """Return the URI of a node for the SAN of its certificate."""
+    """Return the URI of a node for the SAN of its certificate. `cluster` is the id of the cluster."""
     return f"cluster://{cluster}/node/{node}"
 
 
 def build_coordinator_uri(cluster: str) -> str:
-    """Return the URI of the coordinator for the SAN of its certificate."""
+    """Return the URI of the coordinator for the SAN of its certificate. `cluster` is the id of the cluster."""
     return f"cluster://{cluster}/coordinator"
 
 

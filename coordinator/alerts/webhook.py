@@ -179,7 +179,9 @@ class _ConnectedHttp(http.client.HTTPConnection):
 def post_message(
     address: WebhookAddress, body: bytes, resolve: Resolve = resolve_host, trust: ssl.SSLContext | None = None
 ) -> int:
-    """Send one message as a POST and return the HTTP status of the answer. Block until the answer arrives.
+    """Send one message as a POST and return the HTTP status of the answer.
+
+    Block until the answer arrives, at most `TIMEOUT_SECONDS` for the connection and for each read.
 
     `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system; None: only these. Raise the
     errors of `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS

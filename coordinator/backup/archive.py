@@ -143,13 +143,16 @@ def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes
 
 
 def check_end(source: ReadableStream) -> None:
-    """Check that no data follows the last file of a backup. Raise `ArchiveError` otherwise."""
+    """Check that no data follows the last file of a backup. Raise `ArchiveError` otherwise.
+
+    Read at most 1 byte, and raise the errors of `ReadableStream.read`.
+    """
     if source.read(1):
         raise ArchiveError("it has data after its last member: use another copy of the file")
 
 
 def read_exactly(source: ReadableStream, size: int) -> bytes:
-    """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer."""
+    """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer, and the errors of `ReadableStream.read`."""
     data = b""
     while piece := source.read(size - len(data)):
         data += piece

@@ -43,9 +43,10 @@ def create_staging(folder: Path) -> Path:
 
 
 def commit(folder: Path, plan: FileMoves) -> None:
-    """Commit the staged state and move it into place.
+    """Commit the staged state and move it into place. Replaced and removed files move into `plan.aside`.
 
-    Raise `OSError` if that fails. After `commit.json` is written, the next `finish_swap` continues.
+    The caller holds the lock of the folder. Raise `OSError` if that fails: before `commit.json` is written, the state
+    is unchanged; after that, the next `finish_swap` continues.
     """
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))

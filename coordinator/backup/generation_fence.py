@@ -66,7 +66,8 @@ def record_superseded(state: Path, mark: SupersededMark) -> None:
 
 
 def build_moved_message(mark: SupersededMark, state: Path) -> str:
-    """Return the error message, with next steps, that another coordinator has superseded the one of folder `state`."""
+    """Return the error message, with next steps, of a coordinator that another one has superseded. `state` is its state
+    folder."""
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (
         f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "

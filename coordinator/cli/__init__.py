@@ -204,10 +204,16 @@ def cluster() -> None:
 
 
 def main() -> None:
-    """Run the command under the name by which the program was called, `cluster` or `macpool`."""
+    """Run the command under the name by which the program was called, `cluster` or `macpool`.
+
+    A second Ctrl-C, while the first one is handled, ends the process without a traceback.
+    """
     open_missing_streams()
     called = Path(sys.argv[0]).name
-    cluster.main(prog_name=called if called in NAMES else NAMES[0])
+    try:
+        cluster.main(prog_name=called if called in NAMES else NAMES[0])
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -291,7 +291,12 @@ class ApiSession:
 
 
 def raise_for_status(status: int, raw: bytes) -> NoReturn:
-    """Raise `CommandError` for an error status, with the message in the body `raw` and the matching exit code."""
+    """Raise `CommandError` for an error status, with the message and the memory numbers of the JSON body `raw`.
+
+    With any other body, the message is the status and the first 200 bytes. Exit codes: `DENIED` for 401 and 403,
+    `NOT_FOUND` for 404, `TIMED_OUT` for 504. `REFUSED` is for 409, 429, 503 and 507, and for 400 if the body contains
+    `memory`. Otherwise 1.
+    """
     try:
         error = json.loads(raw)["error"]
         message = str(error["message"]) + _format_numbers(error.get("memory"))

@@ -116,7 +116,11 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 @contextmanager
 def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
-    """Convert the errors of a connection to the URL `base` to `CommandError`. `timeout` is in seconds."""
+    """Convert the errors of a connection to the URL `base` to `CommandError`.
+
+    The exit code is `TIMED_OUT` if no answer came within `timeout` seconds. An answer that is incomplete or not HTTP
+    has `UNREACHABLE`, and any other error the code of `explain_connection_error`.
+    """
     try:
         yield
     except TimeoutError as error:

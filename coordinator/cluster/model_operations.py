@@ -52,7 +52,9 @@ class ModelOperations:
     async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
         """Load a model on `node`; None: on the best node, or on the next best if that node refuses.
 
-        Return the result, the first error, or the joined refusals if every node refuses.
+        Return the result once the model is loaded, the first failure, or the refusal of `node`. Without `node`, return
+        the joined refusals if every node refuses. A cancellation ends the wait, not the load. The timeout of each node
+        is `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))
@@ -78,7 +80,8 @@ class ModelOperations:
         """Measure the memory of a model. Return the results, and one error for all nodes that failed; None if none
         failed.
 
-        Profile on `node`; else on every node that has the model loaded; else on the best node for a load.
+        Profile on `node`; else on every node that has the model loaded; else on the best node for a load. A
+        cancellation ends the measurements, but not a load. The timeout is `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         holders = [
             member for member in self._dispatcher.view.nodes if member.state not in GONE and _is_loaded(member, model)
@@ -105,7 +108,7 @@ class ModelOperations:
 
         Return the results, and one error for all nodes that failed; None if none failed. If no node has the model
         loaded, the error is a refusal. Cordoned nodes are included, because a person cordons a node to let its requests
-        end.
+        end. Wait for all nodes, for at most `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         view = self._dispatcher.view
         holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]
@@ -125,7 +128,8 @@ class ModelOperations:
         """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
 
         Return the results, and one error for all nodes that failed; None if none failed. If no node may have any, the
-        error is a refusal. An absent node may have cached prompts in its files, and counts as failed.
+        error is a refusal. An absent node may have cached prompts in its files, and counts as failed, as does a node
+        that is too old. Wait for all nodes, for at most `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         members = [member for member in self._dispatcher.view.nodes if member.state is not NodeState.LEFT]
         nodes = [member for member in members if _may_cache(member, model)] if node is None else [node]

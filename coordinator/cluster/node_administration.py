@@ -55,7 +55,9 @@ class NodeAdministration:
     def remove_node(self, node: NodeId) -> None:
         """Close the links of a node at once, end its membership and revoke its certificates.
 
-        Raise `IllegalEventError` if the node has left or is unknown, `StoreError` after a failed write.
+        Other nodes resume its requests if that is possible. Raise `IllegalEventError` if the node has left or is
+        unknown. Raise `StoreError` after a failed write; the removal is in effect then, and its changes wait for the
+        disk.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)

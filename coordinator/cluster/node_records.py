@@ -70,7 +70,7 @@ class NodeRecords:
             by_node.pop(node, None)
 
     async def wait_for_report(self, node: NodeId) -> None:
-        """Wait for the next report of a node, or until its records are deleted."""
+        """Wait for the next report of a node, or until its records are deleted, without a time limit."""
         await self._report_events.setdefault(node, asyncio.Event()).wait()
 
     def get_reported_at(self, node: NodeId) -> float | None:

@@ -128,7 +128,10 @@ class Registry:
         )
 
     def get_node_view(self, node: NodeId) -> NodeView:
-        """Return the view of a listed node for placement. Raise `KeyError` for any other node."""
+        """Return the view of a listed node for placement, without the last report of a node that has left.
+
+        Raise `KeyError` for any other node.
+        """
         return self._records.get_view(self._pool.members[node], expected=node in self._list_expected())
 
     def _list_expected(self) -> frozenset[NodeId]:
@@ -288,7 +291,10 @@ class Registry:
         self._listener.set_view(view)
 
     async def wait_until_node_answers(self, get_node_id: Callable[[], str]) -> None:
-        """Wait until the node whose id `get_node_id` returns is a member and can answer requests."""
+        """Wait until the node whose id `get_node_id` returns is a member and can answer requests (`can_answer`).
+
+        The wait has no time limit. `get_node_id` is called again at each new view.
+        """
         while (node := NodeId(get_node_id())) not in self._pool.members or not can_answer(self.get_node_view(node)):
             self._published.clear()
             await self._published.wait()

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
+from host.local_names import list_addresses
 from host.power import PowerState, read_power
 from host.subprocesses import run_process
 
@@ -114,6 +115,8 @@ class HostProbe:
     """Function that reads power source and battery."""
     timeout_seconds: float = 4.5
     """Seconds from the common start of all checks after which an unfinished check is abandoned."""
+    list_addresses: Callable[[], list[str]] = list_addresses
+    """Function that lists the addresses of this machine on the local network."""
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)
@@ -161,7 +164,10 @@ class HostProbe:
         return result.text if result is not None and result.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
-        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message."""
+        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message.
+
+        That includes an answer that takes longer than `ANSWER_TIMEOUT_SECONDS`.
+        """
         try:
             return CoordinatorAnswer(self.session.request_json("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
         except (CommandError, OSError, ValueError) as error:

@@ -2,15 +2,19 @@
 
 import os
 import socket
+import struct
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 
 from coordinator.doctor import macos_tool_output
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
+from host.local_names import find_interface
 
-BONJOUR_GROUP = ("224.0.0.251", 5353)
-"""Multicast group and port of Bonjour."""
+BONJOUR_PORT = 5353
+BONJOUR_GROUPS = {socket.AF_INET: "224.0.0.251", socket.AF_INET6: "ff02::fb"}
+"""Multicast group of Bonjour by address family."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
 """Maximum wait for the own query to return, in seconds."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -72,21 +76,41 @@ def check_bonjour(here: HostProbe) -> Finding:
         "allow multicast (UDP 5353) in firewall and access point"
     )
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if hasattr(socket, "SO_REUSEPORT"):
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            line.bind(("", BONJOUR_GROUP[1]))
-            line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, socket.inet_aton(BONJOUR_GROUP[0]) + bytes(4))
-            line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+        with _open_group(here.list_addresses()) as (line, destination):
             line.settimeout(0.1)
-            line.sendto(question, BONJOUR_GROUP)
+            line.sendto(question, destination)
             received = _wait_for_query(line, question)
     except OSError as error:
         if here.mac and error.errno == macos_tool_output.NO_ROUTE:
             return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
         return warn(f"multicast does not work: {error.strerror or error}", step)
     return ok("a query to Bonjour's group returns") if received else warn("a query to Bonjour's group is lost", step)
+
+
+@contextmanager
+def _open_group(addresses: list[str]) -> Generator[tuple[socket.socket, tuple[str | int, ...]]]:
+    """Join Bonjour's group of the address family in which this machine announces: IPv6 if no address is IPv4.
+
+    Yield the socket and the address of the group. Raise `OSError` if the machine has no multicast.
+    """
+    only_v6 = bool(addresses) and all(":" in address for address in addresses)
+    family = socket.AF_INET6 if only_v6 else socket.AF_INET
+    group = socket.inet_pton(family, BONJOUR_GROUPS[family])
+    destination = (BONJOUR_GROUPS[family], BONJOUR_PORT)
+    with socket.socket(family, socket.SOCK_DGRAM) as line:
+        line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "SO_REUSEPORT"):
+            line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        line.bind(("", BONJOUR_PORT))
+        if only_v6:
+            interface = find_interface(addresses[0])
+            line.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_JOIN_GROUP, group + struct.pack("@I", interface))
+            line.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_MULTICAST_LOOP, 1)
+            yield line, (*destination, 0, interface)
+            return
+        line.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, group + bytes(4))
+        line.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_LOOP, 1)
+        yield line, destination
 
 
 def _wait_for_query(line: socket.socket, question: bytes) -> bool:

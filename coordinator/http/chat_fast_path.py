@@ -132,7 +132,7 @@ class FastPath:
         )
 
     def is_known_key(self, presented: bytes) -> bool:
-        """Return whether the API key `presented` is valid. A wrong key is not counted as refused."""
+        """Return whether the API key `presented` is known and not expired (`KeyRing.is_valid`), without counting it."""
         return self._ring.is_valid(presented)
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:

@@ -46,10 +46,12 @@ def is_preflight(method: str, headers: Iterable[Header]) -> bool:
 
 
 async def answer_preflight(origin: bytes, headers: Iterable[Header], send: Send) -> None:
-    """Answer a preflight request with 204, and permit the request that follows, with all headers that it names.
+    """Answer a preflight request with 204.
 
-    `origin` is a result of `find_origin`, and not empty. `headers` are those of the preflight request. A page outside
-    the local network is also permitted to send requests to it, if its browser asks (private network access).
+    The answer permits GET, HEAD, POST and DELETE with the headers that the preflight request names, for
+    `PREFLIGHT_SECONDS`. If the browser asks for private network access, a page outside the local network may also send
+    requests to this server. `origin` is a result of `find_origin`, and not empty. `headers` are those of the preflight
+    request.
     """
     asked = dict(headers)
     allowed: list[Header] = [

@@ -31,7 +31,10 @@ class ListenerAddress:
     """TCP port of the socket."""
 
     def build_url(self) -> str:
-        """Return the URL with which other machines reach the socket now, without a path."""
+        """Return the URL with which other machines reach the socket now, without a path.
+
+        For a wildcard, the host is the best current address of this machine; 127.0.0.1 without a network.
+        """
         return f"{self.scheme}://{get_reachable_host(self.host)}:{self.port}"
 
     def build_local_url(self) -> str:

@@ -153,7 +153,7 @@ class Listener:
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until the accept loop has ended."""
+        """Wait until the accept loop has ended. A cancellation ends only the wait."""
         await asyncio.wait([self._accepting])
 
     async def _accept_connections(self) -> None:

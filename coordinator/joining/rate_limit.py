@@ -29,7 +29,8 @@ class RateLimit:
     def count_attempt(self, address: str, now: float) -> float:
         """Count an attempt of `address` and return 0.
 
-        At the limit, return the seconds until the next attempt instead.
+        At the limit, return the seconds until the next attempt instead. All addresses of a /64 network of IPv6 count
+        as one. `now` is in monotonic seconds.
         """
         network = get_network(address)
         left, at = self._buckets.pop(network, (self._burst, now))

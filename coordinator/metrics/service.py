@@ -80,13 +80,17 @@ class MetricsService:
         self._count_unwritten = count_unwritten
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
-        """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
+        """Return the coordinator's metrics in the format that an Accept header requests, with the content type.
+
+        Label values of former nodes and counters of former keys are deleted first (`take_snapshot`).
+        """
         return await asyncio.to_thread(_render, collect_families(POOL, self.take_snapshot()), accept)
 
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
         """Return a node's metrics in the format that an Accept header requests, with the content type.
 
-        Raise `NodeUnreachable` if the node does not answer or is no member any more.
+        If the node sends invalid measurements, its histograms are missing. Raise `NodeUnreachable` if the node is
+        absent, does not answer within `MEASURES_TIMEOUT_SECONDS` or is no member any more.
         """
         measures = await self._fetch_measures(node)
         view = self._nodes.registry.build_view().find_node(node)

@@ -79,7 +79,7 @@ class Benchmark:
 
         A run that is longer than the model's context, or that the node refuses for its size or for its memory, is
         recorded as skipped. Any other refusal or failure of a request ends the measurement and is returned. Return a
-        refusal also if the node or the model leaves the pool meanwhile.
+        refusal also if the node or the model leaves the pool meanwhile. A cancellation cancels the requests.
         """
         try:
             return await self._measure_runs(host)

@@ -57,7 +57,7 @@ class HubClient:
         """Query the hub for the files and the metadata of a repository. An empty `revision` selects `main`.
 
         Return a refusal also if the token file cannot be used, if the child cannot be started or fails, or after
-        `CHILD_TIMEOUT_SECONDS`.
+        `CHILD_TIMEOUT_SECONDS`. The wait for a free child is not part of that time. A cancellation kills the child.
         """
         try:
             token = self.read_token()

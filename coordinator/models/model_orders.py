@@ -36,13 +36,13 @@ class ModelOrders:
     async def run(self, kind: type[VerifyModel] | type[RemoveModel], node: NodeId, model: str) -> ModelOrderEnded:
         """Send an order about a model to a node and return its end.
 
-        The end has the code `failed` without a link, with too many open orders, when the link is lost, and after
-        `ORDER_TIMEOUT_SECONDS`.
+        The end has the code `rate_limited` with `MAX_OPEN_ORDERS` open orders. It has the code `failed` without a link,
+        when the link is lost, and after `ORDER_TIMEOUT_SECONDS`. After a timeout or a cancellation of this call, the node continues the order.
         """
         order = self._number()
         if len(self._open) >= MAX_OPEN_ORDERS:
             text = f"{MAX_OPEN_ORDERS} orders about model files are open, which is the limit: wait for one to end"
-            return ModelOrderEnded(order, ModelOrderCode.FAILED, text)
+            return ModelOrderEnded(order, ModelOrderCode.RATE_LIMITED, text)
         if not self._send(node, kind(order, model)):
             return ModelOrderEnded(order, ModelOrderCode.FAILED, "the node is not linked: try again when it is back")
         opened = self._open[order] = _OpenOrder(node, asyncio.get_running_loop().create_future())

@@ -191,7 +191,7 @@ class PullController:
     # -- events of nodes --------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Compare the links of the nodes with the last view, and apply the changes to the open pulls.
+        """Compare the links of the nodes with the last view, and apply the changes to open pulls and quantizations.
 
         With the first view, end pulls and quantizations on nodes that are no members any more, because they left before
         the coordinator started.

@@ -56,7 +56,11 @@ _RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, Node
 
 
 def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory) -> Plan:
-    """Return the plan of one round. `history` has the actions up to `pool.now`."""
+    """Return the plan of one round. `history` has the actions up to `pool.now`.
+
+    Wishes with the highest eviction cost choose their nodes first, equal ones by name. A wish that is met has no
+    action, unless its idle time has passed: its replicas are then unloaded.
+    """
     ordered = sorted(wishes, key=lambda wish: (-wish.eviction_cost, wish.model))
     states = tuple(_find_state(wish, pool, history) for wish in ordered)
     search = ReplicaSearch(states, pool, history)
@@ -77,7 +81,10 @@ def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
 def find_ready_replicas(
     wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
 ) -> frozenset[tuple[NodeId, str]]:
-    """Return the ready replicas of all wishes, by node and model."""
+    """Return the ready replicas of all wishes, by node and model.
+
+    A replica is ready if requests may use it now and it is not being unloaded.
+    """
     return frozenset(
         (node.id, wish.model) for wish in wishes for node in pool.view.nodes if _is_ready(wish, node, pool, history)
     )

@@ -143,7 +143,11 @@ class ReplicaSearch:
 
     def list_unloadable(self, state: WishState) -> list[NodeView]:
         """Return the nodes from which the model of `state` can be unloaded now. The caller checks that its idle time
-        has passed."""
+        has passed.
+
+        Nodes where the model is pinned or in use are left out, as are nodes that take no requests. The same holds for
+        nodes with an action in progress or a recent failure of this model.
+        """
         return [
             node
             for node in self._pool.view.nodes
@@ -158,7 +162,10 @@ class ReplicaSearch:
         ]
 
     def evaluate_nodes(self, state: WishState) -> list[NodeOption]:
-        """Return an evaluation of every node that the lists and labels of a wish allow."""
+        """Return an evaluation of every node that the lists and labels of a wish allow, except nodes that have left.
+
+        A node with a replica, loaded, loading or away, has the obstacle `HELD`.
+        """
         held = {*state.ready, *state.coming, *state.away}
         return [
             NodeOption(node, Obstacle.HELD) if node.id in held else self._evaluate(node, state.wish)

@@ -16,8 +16,8 @@ async def read_log(file: Path, max_bytes: int, *, interval_seconds: float | None
     """Yield the newest `max_bytes` bytes of a log file, from the first complete line.
 
     With `interval_seconds`, continue with additions to the file, polled at this interval. A rotated file is read to its
-    end, then the new file from its start. A file that has become shorter is read from its start. Raise `OSError` if the
-    file cannot be read.
+    end, then the new file from its start. A file that has become shorter is read from its start. The iterator then ends
+    only when the caller closes it. Raise `OSError` if the file cannot be read.
     """
     opened = await asyncio.to_thread(file.open, "rb")
     try:

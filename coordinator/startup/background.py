@@ -57,7 +57,7 @@ def start_periodic_tasks(
     tls: EndpointTls,
     stack: AsyncExitStack,
 ) -> None:
-    """Start the periodic renewal of certificates and the periodic write of usage.
+    """Start the periodic renewal of certificates (`renew_certificates`) and write of usage (`store_usage`).
 
     `stack` stops them and writes the usage a last time. `tls` is the TLS of the endpoint; None without TLS.
     """
@@ -169,7 +169,8 @@ def _renew_certificate(certificate: ClusterCa | HttpsCa | CertificateFiles) -> N
 async def store_usage(history: UsageHistory, usage: UsageCounter) -> None:
     """Write usage every `USAGE_INTERVAL_SECONDS` until cancelled, and return free memory to the system.
 
-    The first of consecutive failed writes is logged.
+    Each write also deletes usage that is too old (`UsageHistory.record`). Usage since the last write is not written at
+    the cancellation. The first of consecutive failed writes is logged.
     """
     failed = False
     while True:

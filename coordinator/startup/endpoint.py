@@ -192,7 +192,7 @@ def _start_observability(
 
 
 def create_local_key(state: CoordinatorState, access: Credentials, endpoint: Endpoint, stack: AsyncExitStack) -> None:
-    """Create the key of the owner's commands, valid while the coordinator runs.
+    """Create the key of the owner's commands, with the scope `admin`, valid while the coordinator runs.
 
     The key is in the file `run.json` of the state folder, which `stack` deletes. Raise `OSError` if it cannot be
     written.

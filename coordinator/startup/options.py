@@ -36,9 +36,9 @@ class RunOptions:
 
 
 def check_options(options: RunOptions) -> None:
-    """Check the settings of HTTPS and of the webhook before the first file is created.
+    """Check the settings of HTTPS, of anonymous clients and of the webhook before the first file is created.
 
-    Raise `SettingsError` if settings contradict each other or cannot be used.
+    Raise `SettingsError` if settings contradict each other, or name a certificate file or URL that cannot be used.
     """
     try:
         check_http_settings(options.settings.http, options.listen[0])
@@ -49,7 +49,10 @@ def check_options(options: RunOptions) -> None:
 
 
 def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
-    """Return the address of the webhook. Raise `AuthorityError` if it is invalid."""
+    """Return the address of the webhook, whose host is not resolved. Raise `AuthorityError` if the URL is invalid.
+
+    An empty URL is invalid.
+    """
     try:
         return parse_webhook_url(settings.alerts.webhook_url)
     except WebhookError as error:
@@ -57,7 +60,10 @@ def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 
 def log_guards(options: RunOptions, tls: EndpointTls) -> None:
-    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS."""
+    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS.
+
+    Of the webhook's URL, which may contain a secret, only the host is logged.
+    """
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.alerts.webhook_url
     log.info(

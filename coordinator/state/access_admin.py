@@ -83,6 +83,7 @@ class AccessAdmin:
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
 
+        Delete the tokens that expired more than `join_tokens.EXPIRED_KEPT_SECONDS` ago.
         Raise `ValueError` if `uses` or `ttl` is not positive, `StoreError` after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}

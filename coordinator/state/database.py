@@ -92,7 +92,10 @@ class Database:
         return self._meta.epoch
 
     async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now."""
+        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now.
+
+        The changes then wait for the disk. A cancellation ends only the wait. After `close`, the wait would not end.
+        """
         await self._writer.flush()
 
     def raise_failure(self) -> None:

@@ -243,7 +243,10 @@ def is_local_name(name: str) -> bool:
 
 
 def get_own_names() -> tuple[str, ...]:
-    """Return the names of this machine on the local network: its name in Bonjour under `.local`."""
+    """Return the names of this machine on the local network: its name in Bonjour under `.local`, in lower case.
+
+    On a Mac, the call runs a tool and blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`.
+    """
     return (f"{read_local_name().lower()}.{LOCAL_DOMAIN}",)
 
 

@@ -153,14 +153,19 @@ class VideoController:
         return self.table.jobs.get(job.id, job)
 
     async def cancel_job(self, job: str) -> None:
-        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if the change cannot be stored."""
+        """Cancel a job unless it has ended or is unknown, release its lease, and wait until the change is on disk.
+
+        The end of its worker is not awaited. Raise `StoreError` if the change cannot be stored; the job is cancelled
+        nevertheless.
+        """
         self.apply_event(events.JobCancelled(job))
         await self.records.flush()
 
     async def delete_job(self, job: str) -> None:
         """Cancel a job if it is open, and delete its record and files. Ignore an unknown job.
 
-        The files are removed in the background. Raise `StoreError` if the change cannot be stored.
+        The files are removed in the background. Wait until the change is on disk. Raise `StoreError` if it cannot be
+        stored; the job is deleted in memory nevertheless.
         """
         self.apply_event(events.JobDeleted(job))
         await self.records.flush()

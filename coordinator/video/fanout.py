@@ -52,7 +52,10 @@ class ListenerFanout:
         self._pulls.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """Delete the data of a former member from the dispatcher and the controllers."""
+        """Delete the data of a former member from the dispatcher and the controllers.
+
+        Its video jobs are requeued or fail. Its quantizations end, and open pulls fail on this node only.
+        """
         self._dispatcher.remove_node(node)
         self._controller.delete_node_data(node)
         self._pulls.remove_node(node)

@@ -87,8 +87,9 @@ class CoordinatorLink(LinkEndpoint):
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], CoordinatorLink]) -> CoordinatorLink:
     """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link for an address.
 
-    Raise `OSError` if the connection fails (also `ssl.SSLError` and `TimeoutError`), `NotTheCoordinator` if the
-    certificate is wrong. Raise `ValueError` or `OverflowError` if `address` has no possible host or port.
+    Raise `OSError` if the connection fails (also `ssl.SSLError`, and `TimeoutError` after twice
+    `DIAL_TIMEOUT_SECONDS`), `NotTheCoordinator` if the certificate is wrong. Raise `ValueError` or `OverflowError` if
+    `address` has no possible host or port.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
@@ -113,7 +114,7 @@ class DialFailures:
         self._last: dict[str, str] = {"error": "no address of the coordinator is known, and Bonjour found none"}
 
     def record(self, address: str, error: Exception) -> None:
-        """Log that an address (`host:port`) was not reached."""
+        """Log that an address (`host:port`) was not reached, with a hint (`explain_unreachable`), and remember it."""
         reason = getattr(error, "verify_message", "") or str(error) or type(error).__name__
         self._last = {"address": address, "error": f"{reason}{explain_unreachable(error)}"}
         log.info("dial failed", **self._last)

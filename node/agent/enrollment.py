@@ -136,7 +136,8 @@ async def enroll(
 
     An identity in the folder, such as a clone's or a damaged one, is replaced after the coordinator has agreed. `name`
     is the display name, `machine` the machine id. `on_code` is called only without a token, with the six digits to show
-    and the seconds that a person has.
+    and the seconds that a person has. The call then waits until a person decides, or that time has passed. Any other
+    answer of the coordinator must come within `ANSWER_TIMEOUT_SECONDS`.
 
     Raise `EnrollError` for an invalid address, `CoordinatorUnreachable`, `PinMismatch`, `EnrollDenied` (with `reason`),
     or `IdentityError` if the certificate received is not for this request. Raise `OSError` if the identity cannot be
@@ -170,8 +171,8 @@ async def enroll(
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
 
-    Return False, with a log line, if the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA
-    is no certificate.
+    Return False if the connection fails or takes more than `ANSWER_TIMEOUT_SECONDS`. Return False, with a log line, if
+    the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA is no certificate.
     """
     try:
         context = create_client_context(identity)

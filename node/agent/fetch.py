@@ -30,7 +30,11 @@ class FetchAnswers:
         self._lease_manager = lease_manager
 
     def answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
-        """Answer a fetch request on its link, with an error chunk if this node cannot provide the object."""
+        """Answer a fetch request on its link, with an error chunk if this node cannot provide the object.
+
+        The requested window of a log or an artifact is read while it is sent behind other frames (`read_chunks`). A
+        read error ends the window with an error chunk. Measurements are sent whole.
+        """
         if request.source == "logs":
             link.send_background(read_chunks(request, self._log_file, lines=True))
         elif request.source == "metrics":

@@ -61,8 +61,10 @@ class AdmissionCost(NamedTuple):
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
-    """Return the costs of a request of the size `shape`. `ledger` has the commitments of its model, `model` is the
-    model's report."""
+    """Return the costs in bytes of a request of the size `shape`: of its rows, and of these with its highest transient.
+
+    `ledger` has the commitments of its model, `model` is the model's report. Nothing is committed.
+    """
     rows = ledger.compute_cost(shape.length, shape.choices)
     return AdmissionCost(
         rows, rows + estimate_request_transient(model, shape.prompt, shape.answer_tokens, shape.choices)

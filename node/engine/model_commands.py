@@ -160,7 +160,9 @@ class ModelCommands:
     def step_load(self, now: float) -> None:
         """Start the next queued load, or load one piece of the load in progress. Call this only if `may_load()`.
 
-        Raise `Halted` if the engine was halted.
+        Wait for the launched decode steps first. To make room, evict cached prefixes and unload idle models. A load
+        that fails or is refused ends; that raises no error here. Raise `Halted` if the engine was halted,
+        `DeviceLost` for a failed command buffer.
         """
         name = self._manager.next_name
         self._scheduler.synchronize()

@@ -103,5 +103,5 @@ class ModelDescriber:
 
     def describe_all(self, memory: Memory, now: float) -> tuple[Model, ...]:
         """Return the descriptions of all models on disk for the report, those with a `cause` included. `memory` is the
-        reading under which their limits hold."""
+        reading under which their limits hold. Record the last use of loaded models (`describe_measured`)."""
         return tuple(self.describe_measured(found, memory, now) for found in self._catalogue.get_models().values())

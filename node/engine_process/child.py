@@ -188,7 +188,7 @@ class EngineChild(asyncio.Protocol):
             self.process.send_signal(number)
 
     async def wait_exit(self, seconds: float) -> bool:
-        """Wait at most `seconds` for the process to end. Return whether the process has ended."""
+        """Wait at most `seconds` for the process to end, without ending it. Return whether it has ended."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode is not None

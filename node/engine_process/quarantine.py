@@ -37,7 +37,10 @@ class Quarantine:
         return True
 
     def describe_crash(self, call: str, model: str, now: float) -> str:
-        """Record a crash, and return the text to append to its cause. `call` is the kind of native call."""
+        """Record a crash, which may quarantine the model (`record_crash`). Return the text to append to its cause.
+
+        `call` is the kind of native call, `now` the monotonic time.
+        """
         text = f"; it was in the {call} of {model}"
         if self.record_crash(model, now):
             text += f", crash {MAX_CRASHES} within {WINDOW_SECONDS / 60:.0f} minutes: "

@@ -178,7 +178,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the child, start no other, and wait for the end of the child. Open requests end in `Failed`."""
+        """End the child within `SupervisorTimeouts.stopping` seconds, start no other. Open requests end in `Failed`."""
         self._stopping.set()
         if self._task is not None:
             self._apply(lifecycle.StopRequested())

@@ -129,13 +129,16 @@ class DigestStore:
 
 def list_content_files(folder: Path) -> list[str]:
     """Return the sorted paths, below a model folder, of the files that change answers. Leave out files that are not
-    accessible."""
+    accessible. Raise `OSError` if the folder cannot be listed, except for a missing permission."""
     named = {name for name in IDENTITY_FILES if os.path.exists(folder / name)}
     return sorted(named | {file.name for file in list_visible_files(folder, "*.safetensors")})
 
 
 def find_content(folder: Path, store: DigestStore) -> str:
-    """Return the content hash of a model folder, 64 hex digits; empty if the digest of a file is unknown."""
+    """Return the content hash of a model folder, 64 hex digits; empty if the digest of a file is unknown.
+
+    Raise the errors of `list_content_files`.
+    """
     return compute_content({path: store.find(folder / path) for path in list_content_files(folder)})
 
 

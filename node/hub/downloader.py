@@ -168,7 +168,10 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Read an order from standard input, download the model, and end the process."""
+    """Read an order from standard input, download the model, send the end of the order, and end the process.
+
+    The exit code is 0, also after a failed download, or 2 if the order cannot be read.
+    """
     perform_order(DownloadOrder, run_download)
 
 

@@ -70,7 +70,8 @@ class IdleHasher:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the checks. Cancel the child, and wait for its end."""
+        """Stop the checks. Cancel the child, and wait for its end, which takes at most about
+        `order_child.TERMINATE_TIMEOUT_SECONDS`."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -83,15 +84,21 @@ class IdleHasher:
             idle_checks = 0 if self._is_busy() else idle_checks + 1
             if idle_checks < MIN_IDLE_CHECKS:
                 continue
-            folder = await asyncio.to_thread(self.find_unhashed)
-            if folder is None or not await self._hash(folder):
+            try:
+                folder = await asyncio.to_thread(self.find_unhashed)
+                has_hashed = folder is not None and await self._hash(folder)
+            except OSError as error:  # a folder was removed, or its network disk was lost, during the search
+                log.warning("models not searched", why=str(error))
+                has_hashed = False
+            if not has_hashed:
                 idle_checks = -NEXT_SEARCH_CHECKS
 
     def find_unhashed(self) -> Path | None:
         """Return the folder of a model whose files are not all hashed; None if there is none.
 
         Folders whose files could not be hashed before are left out until their files change, as when they are still
-        being copied. Folders without safetensors files are left out as well.
+        being copied. Folders without safetensors files are left out as well. Raise `OSError` if a folder becomes
+        unreadable during the search.
         """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
 

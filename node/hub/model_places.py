@@ -57,7 +57,10 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 
 def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | None:
-    """Return the first place of a model in the model folders of the settings; None if they have no such model."""
+    """Return the first place of a model in the model folders of the settings; None if they have no such model.
+
+    The depth of the search and the number of its folders are limited (`find_model_folders`).
+    """
     for top in (resolve_home(folder) for folder in settings.folders):
         for candidate, folder in find_model_folders(top):
             if candidate == name:

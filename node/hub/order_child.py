@@ -56,7 +56,8 @@ class OrderChild:
         """Run the child and return the end of its order.
 
         If the child reports no end, the end is `cancelled` after `cancel`, and `interrupted` if a signal ended the
-        child. Otherwise the end is `failed`, also if the child cannot be started.
+        child. Otherwise the end is `failed`, also if the child cannot be started. There is no time limit. If this call
+        is cancelled, the child is killed.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(

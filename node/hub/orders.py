@@ -151,7 +151,8 @@ class ModelFileOrders:
     async def stop(self) -> None:
         """Cancel all orders, wait for their ends without sending these, and refuse further orders.
 
-        A removal is not cancelled: it completes first.
+        A removal is not cancelled: it completes first. Processes that do not end are killed
+        (`order_child.TERMINATE_TIMEOUT_SECONDS`).
         """
         self._stopping = True
         stopped = tuple(self._running)

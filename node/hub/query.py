@@ -244,7 +244,8 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 def main() -> None:
     """Read a query from standard input, write the answer to standard output, and end the process.
 
-    The answer to an unreadable query is a `HubRefusal`.
+    The answer to an unreadable query, and after a failure or the query's timeout, is a `HubRefusal`. The exit code is
+    0.
     """
     os.environ.update(LIBRARY_ENVIRONMENT)
     output = os.fdopen(os.dup(1), "wb")

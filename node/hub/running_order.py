@@ -40,19 +40,23 @@ class RunningOrder:
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def run_child(self, child: OrderChild) -> ChildEnd:
-        """Run the process of the order, and return its end. If the order is cancelled, only return `cancelled`."""
+        """Run the process of the order, and return its end (`OrderChild.run`). If the order is cancelled already, only
+        return `cancelled`."""
         if self.cancelled:
             return build_end(ModelOrderCode.CANCELLED)
         self._child = child
         return await child.run()
 
     def cancel(self) -> None:
-        """Cancel the order: its process is ended, or not started. A removal has no process and continues."""
+        """Cancel the order: its process gets SIGTERM, and SIGKILL later, or is not started. Its end is not awaited.
+
+        A removal has no process and continues.
+        """
         self.cancelled = True
         if self._child is not None:
             self._child.cancel()
 
     async def wait_end(self) -> None:
-        """Wait for the end of the order."""
+        """Wait for the end of the order, without a time limit. A cancellation ends only the wait."""
         if self._task is not None:
             await asyncio.wait((self._task,))

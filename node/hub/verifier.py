@@ -105,7 +105,10 @@ def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Read an order from standard input, verify the model, and end the process."""
+    """Read an order from standard input, verify the model, send the end of the order, and end the process.
+
+    The exit code is 0, also after a failure, or 2 if the order cannot be read.
+    """
     perform_order(VerifyOrder, run_verification)
 
 

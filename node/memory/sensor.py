@@ -175,7 +175,8 @@ class Mac:
     """Reads the memory of the system; None if unreadable."""
 
     def read_bounds(self) -> MachineBounds:
-        """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""
+        """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time; without such a change,
+        it is an estimate of the default."""
         wired, hardware = self.system.read_wired_limit(), self.hardware
         return MachineBounds(
             hardware.memory, wired or estimate_metal_limit(hardware.memory, hardware.system), wired=wired

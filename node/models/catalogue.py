@@ -133,7 +133,8 @@ class ModelCatalogue:
         """Return a model by its name; None if it is unknown.
 
         An unknown name causes a new scan, because the model may just have been downloaded. The last scan suffices if it
-        ended less than `SCAN_VALID_SECONDS` ago.
+        ended less than `SCAN_VALID_SECONDS` ago. The scan blocks the caller, for each lost network disk by up to
+        `SCAN_TIMEOUT_SECONDS`.
         """
         if self.find(name) is None:
             with self._scanning:
@@ -179,7 +180,7 @@ class ModelCatalogue:
 
     def refresh(self) -> bool:
         """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed;
-        False if no scan was due."""
+        False if no scan was due. The scan blocks the caller, as in `scan`."""
         if self._is_recent(SCAN_INTERVAL_SECONDS):
             return False
         before = self._known

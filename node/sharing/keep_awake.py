@@ -23,7 +23,10 @@ class SleepPolicy:
         self._worked_at = -LINGER_SECONDS
 
     def update(self) -> None:
-        """Prevent or allow idle sleep by the rule and the present work. Call periodically."""
+        """Prevent or allow idle sleep by the rule and the present work. Call periodically.
+
+        After work, sleep is prevented for another `LINGER_SECONDS`. A release can block (`SleepInhibitor.set_held`).
+        """
         now = self._clock()
         if self._busy():
             self._worked_at = now
@@ -32,5 +35,5 @@ class SleepPolicy:
         )
 
     def stop(self) -> None:
-        """Allow idle sleep."""
+        """Allow idle sleep. Block until the system tool that prevented it has ended."""
         self._awake.set_held(False)

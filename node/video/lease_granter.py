@@ -79,7 +79,8 @@ class LeaseGranter:
         A granted lease is stored. After a refusal the ceiling is as before and the lease is not stored. A generation
         that was stored meanwhile stays the newest of its job, so that a repetition of the request is superseded.
 
-        `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one.
+        `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one. If this
+        call raises or is cancelled, the caller calls `restore`.
         """
         spec = self._read_spec(request)
         if isinstance(spec, LeaseRefused):

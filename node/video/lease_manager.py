@@ -118,13 +118,13 @@ class LeaseManager:
         return tuple((state.lease, state.phase, state.progress, state.size) for state in self.list_states())
 
     def build_video_state(self) -> VideoState:
-        """Return the video part of the report, without the fields of Ray."""
+        """Return the video part of the report. The caller sets the fields `ray`, `ray_cause` and `allowed`."""
         offer = self._offer
         packages = tuple(package.described for package in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the path of the artifact `artifact:LEASE/NAME`; None unless an ended lease of this node has it."""
+        """Return the path of the artifact `artifact:LEASE/NAME`, unchecked; None unless an ended lease here has it."""
         return self._store.find_artifact(name)
 
     # orders
@@ -241,8 +241,8 @@ class LeaseManager:
         self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the worker, wait until its lease has ended, and refuse all further leases. Do not wait for a worker of an
-        earlier agent."""
+        """End the worker, by SIGKILL after its grace seconds, wait until its lease has ended, and refuse all further
+        leases. Do not wait for a worker of an earlier agent."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._apply(lease_life.NodeStopping())

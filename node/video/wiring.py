@@ -63,9 +63,10 @@ class VideoSubsystem:
         self._paused = ""
 
     async def start(self) -> None:
-        """Recover leases of an earlier agent and start the search for video packages.
+        """Recover leases of an earlier agent, start the search for video packages, and then Ray if it is allowed.
 
-        Without access to the folder of the leases, video stays disabled until the next start.
+        Wait at most `lease_manager.RECOVERY_SECONDS` for the end of an earlier worker. Without access to the folder of
+        the leases, video stays disabled until the next start.
         """
         try:
             await self.lease_manager.start()
@@ -77,7 +78,7 @@ class VideoSubsystem:
         self._update_ray()
 
     async def stop(self) -> None:
-        """Stop the search for packages, end the job that holds a lease, then stop Ray."""
+        """Stop the search for packages, end the job that holds a lease and wait for its end, then stop Ray."""
         await self.offer.stop()
         await self.lease_manager.stop()
         await self.ray.stop()

@@ -60,7 +60,7 @@ class BodyIntake:
     async def take(self, key: str, size: int) -> None:
         """Wait until the limit of a key allows a body of `size` bytes, and reserve these bytes.
 
-        `release` must follow, unless this call is cancelled.
+        The wait has no time limit. `release` must follow, unless this call is cancelled.
         """
         lane = self._lanes.setdefault(key, _KeyIntake(self._most))
         if not lane.waiting and lane.fits(size):

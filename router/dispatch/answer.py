@@ -225,7 +225,7 @@ class CollectedAnswer(Answer):
         return CompleteAnswer(texts, self._calls, self._logprobs, fingerprint)
 
     async def wait_for_outcome(self) -> Outcome:
-        """Wait for the outcome and return it."""
+        """Wait for the outcome and return it. There is no time limit, and a cancellation does not end the request."""
         while self.outcome is None:
             await self.wait()
         return self.outcome

@@ -31,7 +31,8 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
     """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem.
 
     Nodes with the model are asked in turn, nodes that have loaded the model first. The first count, failure, or refusal
-    that other nodes would repeat is the result. Without one, it is a refusal that applies to one node.
+    that other nodes would repeat is the result. Without one, it is a refusal that applies to one node. Each node has
+    `COUNT_TIMEOUT_SECONDS`; then the next one is asked. A cancellation ends the count on the node.
     """
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)

@@ -255,7 +255,7 @@ class Dispatcher:
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
+        """Migrate a node's requests. Return how many are left when it has none, is uncordoned, or after `seconds`."""
         return await self._parts.migration.wait_drained(node, seconds)
 
     # client requests
@@ -353,7 +353,7 @@ class Dispatcher:
         self._arm_timer()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait at most `seconds` for the open requests. Then call `shutdown`."""
+        """Refuse new requests, and wait at most `seconds` for the open requests. Then end the rest (`shutdown`)."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

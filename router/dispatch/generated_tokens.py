@@ -6,13 +6,13 @@ from wire.frames import Delta
 
 class GeneratedTokens:
     """Received token ids of each of `choices` choices. `limit` is the requested maximum length of a choice in tokens;
-    None: `MAX_KNOWN_TOKENS`."""
+    None, and more than that: `MAX_KNOWN_TOKENS`."""
 
     __slots__ = ("_choices", "_discarded", "_limit", "ids")
 
     def __init__(self, choices: int, limit: int | None) -> None:
         self._choices = choices if choices > 1 else 1
-        self._limit = limit or MAX_KNOWN_TOKENS
+        self._limit = min(limit or MAX_KNOWN_TOKENS, MAX_KNOWN_TOKENS)
         self.ids: list[list[int]] = [[]] if choices <= 1 else [[] for _ in range(choices)]
         """Token ids by choice; empty after they were discarded."""
         self._discarded = 0
@@ -47,8 +47,8 @@ class GeneratedTokens:
         self._discarded += tokens
 
     def discard_excess(self) -> None:
-        """Discard the ids if a choice has more tokens than `limit`, which are not credible, or without a requested
-        limit too many to store."""
+        """Discard the ids if a choice has more tokens than `limit`, which are not credible, or more than
+        `MAX_KNOWN_TOKENS`, which are too many to store."""
         if self.longest > self._limit:
             self.discard_ids()
 

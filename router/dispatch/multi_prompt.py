@@ -172,7 +172,7 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
     """Whole answer of several requests, read once at the end; see `CollectedAnswer`."""
 
     async def wait_for_outcome(self) -> Outcome:
-        """Wait for the outcome and return it."""
+        """Wait for the outcome and return it. There is no time limit, and a cancellation does not end the requests."""
         while (outcome := self.outcome) is None:
             await self.wait()
         return outcome

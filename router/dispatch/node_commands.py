@@ -89,9 +89,9 @@ class NodeCommands:
         """Send a command about a model to a node and wait for its result. `kind` is the class of its frame, `name` the
         node's display name.
 
-        Without a link, or with too many open commands, the result is a refusal. A lost node, a timeout and the end of
-        this process are failures. After a timeout, or if the caller is cancelled, the node gets a cancel,
-        which ends a measurement and not a load.
+        Without a link, or with `MAX_OPEN_COMMANDS` open commands, the result is a refusal. A lost node, a timeout
+        (`COMMAND_TIMEOUT_SECONDS`) and the end of this process are failures. After a timeout, or if the caller is
+        cancelled, the node gets a cancel, which ends a measurement and not a load.
         """
         number = self._number()
         return await self._run_command(kind(number, model), number, node, name, model)
@@ -100,8 +100,8 @@ class NodeCommands:
         """Send a prompt to a node for counting and wait for the result. The request number of `request` is replaced.
 
         Without a link, or with too many open counts of the key or of all keys, the result is a refusal. A lost node, a
-        timeout and the end of this process are failures. After a timeout, or if the caller is cancelled, the node gets
-        a cancel.
+        timeout (`COMMAND_TIMEOUT_SECONDS`) and the end of this process are failures. After a timeout, or if the caller
+        is cancelled, the node gets a cancel.
         """
         number, key = self._number(), request.weighted_key.name
         mine = sum(command.kind is CountTokens and command.key == key for command in self._open.values())

@@ -16,7 +16,10 @@ _PLAIN: frozenset[str] = frozenset()
 def compute_demand(
     model: str, messages: Iterable[Message], params: GenerationParams, tools: str = ""
 ) -> ResourceDemand:
-    """Return the demand of a conversation. `tools` is the JSON text that goes into the prompt, empty without tools."""
+    """Return the demand of a conversation: the bytes of its prompt, and the features that it needs (`find_features`).
+
+    `tools` is the JSON text that goes into the prompt, empty without tools. The number of prompt tokens is unknown.
+    """
     size = len(tools.encode()) if tools else 0
     for message in messages:
         content = message.content

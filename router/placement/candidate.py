@@ -142,7 +142,11 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:
-        """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer."""
+        """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer.
+
+        Reservations that the report does not contain count as reserved. Without a footprint, memory in use and
+        predicted memory are None.
+        """
         memory = self.memory
         now = compute_occupied(memory)
         reserved = memory.reserved + self.withheld

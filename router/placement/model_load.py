@@ -58,6 +58,8 @@ def choose_load_node(
 ) -> LoadPlacement | Refused:
     """Return the node that should load a model, or the refusal if there is none.
 
+    A node that has the model loaded, or loads it, is chosen only if no other node can load it.
+
     `ledger` has the reservations on the nodes, and `corrections` limit the headroom of nodes that have just refused.
     `tried` maps the nodes that have refused this load to their refusals. Only this `version` of the model counts; None
     allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.

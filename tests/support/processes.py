@@ -10,6 +10,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -27,6 +28,9 @@ JUNK = ("MACPOOL_", "OPENAI_", "ANTHROPIC_", "MLX_DISABLE_COMPILE")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 ENGINE_MODULE = "node.engine.process.main"
 CLI = (sys.executable, "-P", "-m", "coordinator.cli")
+SHORT_FOLDER = tempfile.TemporaryDirectory(prefix="mp", ignore_cleanup_errors=True)
+"""Temporary folder of the started processes, deleted at the end of this process. Its path is short: Ray's sockets are
+below it."""
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """Context of HTTP clients that use no TLS. Every client without it reads all authorities, in 25 ms of CPU time."""
 
@@ -36,7 +40,8 @@ def environment(**extra: str) -> dict[str, str]:
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(JUNK) and name.lower() not in PROXIES
     }
-    return {**kept, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HOME": "/nonexistent/huggingface", **extra}
+    fixed = {"PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HOME": "/nonexistent/huggingface"}
+    return {**kept, **fixed, "TMPDIR": SHORT_FOLDER.name, **extra}
 
 
 def get_ray_ports(module: int) -> int:

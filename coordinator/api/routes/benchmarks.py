@@ -47,6 +47,8 @@ class BenchmarkRoutes:
     async def benchmark(self, body: BenchmarkBody) -> dict[str, Any]:
         """Measure the speeds of a model on a node, with requests of low priority. Return the stored benchmark.
 
+        The node loads the model if necessary. The benchmark replaces the earlier one of the same node, model version,
+        operating system and version of Macpool. The measurement continues if the client disconnects.
         Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node, 507 if the result cannot be
         stored. If a request of the measurement fails, its status is used.
         """
@@ -78,7 +80,10 @@ class BenchmarkRoutes:
         return {"schema": 1, "benchmark": self._build_row(measured)}
 
     async def benchmarks(self, model: str | None = None) -> dict[str, Any]:
-        """List the stored speeds in tokens per second, the newest first: of one model, or of all."""
+        """List the stored speeds in tokens per second, the newest first: of one model, or of all.
+
+        At most the newest 1000 are stored. The list of a model without benchmarks is empty.
+        """
         records = [record for record in self._records.list_all() if model in (None, record.model)]
         return {"schema": 1, "benchmarks": [self._build_row(record) for record in records]}
 

@@ -35,7 +35,8 @@ class CacheRoutes:
 
         `model` may be the fingerprint of a model that a node has no longer. Return the nodes that carried this out. An
         absent node may have prompts on its disk, and counts as failed. Raise `ProblemError`: 400 or 404 for a wrong
-        model or node, or the status of a node's failure, although the other nodes have deleted their prompts.
+        model or node, 404 if no node may have such prompts. The status of a node's failure is used although the other
+        nodes have deleted their prompts; the message names these nodes.
         """
         model = "" if body.model is None else check_model_name(body.model)
         node = None

@@ -47,13 +47,16 @@ class JoinRoutes:
         )
 
     async def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without their secrets, the newest first; times in Unix seconds. Revoked ones are omitted."""
+        """List join tokens without their secrets, the newest first; times in Unix seconds. Revoked ones are omitted.
+
+        Used and expired tokens are listed until their deletion, at least 7 days after their expiry.
+        """
         return self._admin.list_tokens()
 
     async def create_token(self, body: NewTokenBody) -> dict[str, Any]:
         """Create a join token. Only this response contains its secret, with the join command and its QR code.
 
-        Raise `StoreError` (503) if the token cannot be stored.
+        Delete the tokens that expired more than 7 days ago. Raise `StoreError` (503) if the token cannot be stored.
         """
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
@@ -61,7 +64,7 @@ class JoinRoutes:
         return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
-        """Revoke a join token at once, and return its id.
+        """Revoke a join token at once, and return its id. Machines that have joined with the token stay members.
 
         Raise `ProblemError` 404 if there is no such token, `StoreError` (503) if the change cannot be stored.
         """
@@ -84,8 +87,9 @@ class JoinRoutes:
     async def approve(self, code: str) -> dict[str, Any]:
         """Approve the waiting machine with this code, and return its name.
 
-        A repetition within five minutes has the same response. Three wrong codes in a row block all decisions for 60 s.
-        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        The machine joins within seconds. A repetition within five minutes has the same response. A machine waits for at
+        most 10 minutes. Three wrong codes in a row block all decisions for 60 s. Raise `ProblemError`: 404 if no
+        machine shows the code, 429 while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 

@@ -85,7 +85,7 @@ class KeyRoutes:
         )
 
     async def list_keys(self) -> dict[str, Any]:
-        """List API keys without their secrets; times in Unix seconds."""
+        """List API keys without their secrets, also expired ones but no revoked ones; times in Unix seconds."""
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
@@ -144,7 +144,8 @@ class KeyRoutes:
     async def revoke_key(self, key: str) -> dict[str, Any]:
         """Revoke an API key at once, and return its id.
 
-        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
+        Requests that the key has begun continue, but streams of logs, events and the page end. Raise `ProblemError` 404
+        for an unknown key, `StoreError` (503) if the change cannot be stored; the key is refused also then.
         """
         return await self._confirm_change(key, self._admin.revoke_key(key))
 
@@ -155,19 +156,19 @@ class KeyRoutes:
         return {"schema": 1, "id": key}
 
     async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> Response:
-        """Return the requests and tokens of each key by model; with `daily`, per day.
+        """Return the requests and tokens of each key by model; with `daily`, per day, oldest first.
 
-        `key` is the id of the only key to return; without it, all keys are returned. `since` is the first day (UTC,
-        such as `2026-01-31`); if empty, all stored days are included. Raise `StoreError` (503) if the counts up to now
-        cannot be stored.
+        `key` is the id of the only key to return; without it, all keys are returned, also revoked ones. `since` is the
+        first day (UTC, such as `2026-01-31`); if empty, all stored days are included (400 days). The list is empty for
+        a key without usage. Raise `StoreError` (503) if the counts up to now cannot be stored.
         """
         return await self._answer_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> Response:
-        """Return the requests and tokens of the calling key by model; with `daily`, per day.
+        """Return the requests and tokens of the calling key by model; with `daily`, per day, oldest first.
 
-        `since` is the first day (UTC, such as `2026-01-31`); if empty, all stored days are included. Raise `StoreError`
-        (503) if the counts up to now cannot be stored.
+        `since` is the first day (UTC, such as `2026-01-31`); if empty, all stored days are included (400 days). Raise
+        `StoreError` (503) if the counts up to now cannot be stored.
         """
         return await self._answer_usage(KEY.get(), since, daily=daily)
 

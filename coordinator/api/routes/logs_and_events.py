@@ -36,8 +36,9 @@ class LogRoutes:
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of the coordinator's log as text. With `follow`, stream new lines.
 
-        Once the key is revoked, rotated or expired, the stream ends before its next piece. Raise `ProblemError` 503 if
-        the log cannot be read.
+        `bytes` is 65536 by default. The text begins with a complete line. Once the key is revoked, rotated or expired,
+        the stream ends before its next piece. Raise `ProblemError` 503 if the log cannot be read. A later failure ends
+        the text with a line about it.
         """
         return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
@@ -46,11 +47,12 @@ class LogRoutes:
     async def events(
         self, request: Request, last: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 50, follow: bool = False
     ) -> Response:
-        """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
+        """Return the newest `last` events (default 50) as server-sent events, oldest first; with `follow` also new.
 
-        `last` is the number of newest events. After an interruption, `Last-Event-ID` requests the missed events
-        instead. Once the key is revoked, rotated or expired, the stream ends before its next piece. Raise
-        `ProblemError` 503 if too many clients read events.
+        The newest 500 events are stored. After an interruption, `Last-Event-ID` requests all missed events instead. A
+        client that does not read in time loses events, and gets a comment with their number. Once the key is revoked,
+        rotated or expired, the stream ends before its next piece. Raise `ProblemError` 503 if too many clients read
+        events.
         """
         if self._events.full:
             text = f"{MAX_READERS} clients read the events, which is the limit: end one, or try again later"
@@ -61,5 +63,8 @@ class LogRoutes:
         return StreamingResponse(lines, media_type=EVENT_STREAM_TYPE, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
-        """List the newest joins, key changes and administrative actions, oldest first; times in Unix seconds."""
+        """List the newest `last` joins, key changes and administrative actions (default 100), oldest first.
+
+        Times are in Unix seconds. The newest 10,000 are stored. `actor_name` is empty for a revoked key.
+        """
         return self._admin.list_audit_entries(last)

@@ -99,7 +99,10 @@ class ModelRoutes:
         return [rows[name] for name in sorted(rows)]
 
     def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
-        """Return the models and aliases that a key with these limits may use; None: all."""
+        """Return the body of `/api/v1/models`: the models and aliases that a key with these limits may use; None: all.
+
+        `build_rows` and `build_alias_rows` describe the fields.
+        """
         return {"schema": 1, "models": self.build_rows(limits), "aliases": self.build_alias_rows(limits)}
 
     def build_alias_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
@@ -108,13 +111,18 @@ class ModelRoutes:
         return [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
 
     async def models(self) -> dict[str, Any]:
-        """List the models and aliases that the key may use, and the state of models on each node; sizes in bytes."""
+        """List the models and aliases that the key may use, and the state of models on each node; sizes in bytes.
+
+        Models are sorted by name. Speeds are in tokens per second. A model that no node can load is listed with the
+        cause.
+        """
         return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node that does not refuse. Return that node once the model is loaded.
 
-        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
+        The load continues if the client disconnects. `already` in the response: the model was loaded before. Raise
+        `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure (504 after 1 h).
         """
         answer = await self._operations.load_model(check_model_name(body.model), self._find_node_view(body))
         if not isinstance(answer, CommandResult):
@@ -124,8 +132,9 @@ class ModelRoutes:
     async def unload(self, body: ModelBody) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded. Return these nodes.
 
-        If one node fails, the other nodes unload it nevertheless, and the message names them. Raise `ProblemError`: 400
-        or 404 for a wrong model or node, or the status of the refusal or failure.
+        A node refuses to unload a model that it uses. If one node fails, the other nodes unload it nevertheless, and
+        the message names them. Raise `ProblemError`: 400 or 404 for a wrong model or node, 404 if the model is loaded
+        on no node. Otherwise the status is that of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.unload_model(check_model_name(body.model), self._find_node_view(body))

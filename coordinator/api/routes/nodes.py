@@ -82,7 +82,10 @@ class NodeRoutes:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each listed node, also for one that has left, as in the answer of `/api/v1/nodes`."""
+        """Return a row for each listed node, also for one that has left, as in the answer of `/api/v1/nodes`.
+
+        The field `breaker` is the state of the node's circuit breaker, with `until` in Unix seconds.
+        """
         return [self._build_row(node) for node in self._nodes.registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:
@@ -112,7 +115,7 @@ class NodeRoutes:
         return node_id
 
     async def nodes(self) -> dict[str, Any]:
-        """List the nodes with their memory arithmetic; sizes in bytes."""
+        """List the nodes with their memory arithmetic; sizes in bytes. A node that left is listed for 10 minutes."""
         return {"schema": 1, "nodes": self.build_rows()}
 
     async def node(self, node: str) -> dict[str, Any]:
@@ -125,8 +128,9 @@ class NodeRoutes:
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of a node's log as text. With `follow`, stream new lines.
 
-        The log is fetched over the node's link. Once the key is revoked, rotated or expired, the stream ends before its
-        next piece. Raise `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
+        `bytes` is 65536 by default. The log is fetched over the node's link. Once the key is revoked, rotated or
+        expired, the stream ends before its next piece. Raise `ProblemError`: 404 for an unknown node, 503 if the node
+        is not linked or sends nothing for 10 s. If that happens later, the text ends with a line about it.
         """
         fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (
@@ -186,6 +190,7 @@ class NodeRoutes:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
         The answer follows earlier if no requests are left, or if the node is uncordoned: `cordoned` is false then.
+        Requests that no other node can continue stay until they end. The node stays cordoned if the client disconnects.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the cordon
         cannot be stored.
         """
@@ -200,16 +205,18 @@ class NodeRoutes:
         """Pause a node: migrate its requests and free its memory for its owner.
 
         The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
-        Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
-        unknown node, 409 for one that has left. Also: 503 if the node is not linked, is too old, or does not confirm.
+        Return the node's sharing state, and the number of its requests (`in_flight`), once the node has confirmed.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Also: 503 if the node is not linked,
+        is too old, or does not confirm within 10 s; it may be paused then.
         """
         return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused.
 
-        Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
-        unknown node, 409 for one that has left. Also: 503 if the node is not linked, is too old, or does not confirm.
+        Return the node's sharing state, and the number of its requests (`in_flight`), once the node has confirmed.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Also: 503 if the node is not linked,
+        is too old, or does not confirm within 10 s.
         """
         return await self._set_pause(node, 0.0)
 
@@ -242,7 +249,8 @@ class NodeRoutes:
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.
 
-        The node's link ends. The node is still listed for 10 minutes.
+        The node's link ends. Its requests continue on other nodes if that is possible, or fail. The node is still
+        listed for 10 minutes, and can join again with a new token or code.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.
         """

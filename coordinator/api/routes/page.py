@@ -51,7 +51,7 @@ class PageRoutes:
         """Return the routes of the web page."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
-            Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401,)),
+            Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401, 503)),
             Route("DELETE", "/api/v1/page/visit", "admin", self.leave, (404,)),
             Route("GET", "/api/v1/live", "metrics", self.live, (503,), EVENT_STREAM),
         )
@@ -59,7 +59,7 @@ class PageRoutes:
     async def invite(self) -> dict[str, Any]:
         """Create a link that signs in to the page as an administrator, once, within 2 minutes.
 
-        Return its URL, and the seconds for which it works.
+        Return its URL, and the seconds for which it works. At most 16 unused links work: the oldest ends.
         """
         return {
             "schema": 1,
@@ -70,9 +70,10 @@ class PageRoutes:
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key.
 
-        A code works once, within 2 minutes. `expires` is in Unix seconds. If too many sessions are open, the oldest
-        ends. Raise `ProblemError` 401 for a code that is unknown, used or expired, and `StoreError` (503) after a
-        failed write.
+        A code works once, within 2 minutes. The key has administrator scope, for 12 hours or until the coordinator
+        stops. `expires` is in Unix seconds. If 64 sessions are open, the oldest ends. Raise `ProblemError` 401 for a
+        code that is unknown, used or expired. Raise `StoreError` (503) if the audit log cannot be written; the code is
+        used then.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:
@@ -94,8 +95,8 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        The stream sends at most twice per second, and ends once the key is revoked, rotated or expired. Raise
-        `ProblemError` 503 if too many pages are open.
+        The stream sends at most twice per second, a comment after 15 s without changes, and ends once the key is
+        revoked, rotated or expired. Raise `ProblemError` 503 if 32 pages are open.
         """
         if self._live.full:
             raise ProblemError(

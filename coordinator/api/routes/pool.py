@@ -51,11 +51,15 @@ class PoolRoutes:
         )
 
     async def status(self) -> dict[str, Any]:
-        """Return the status of the pool, with its warnings and conditions."""
+        """Return the status of the pool: nodes by state, models, open requests, addresses, warnings and conditions.
+
+        `in_flight` are requests on nodes, `queued` those that wait for a node. `dangers` are also in `warnings`.
+        Conditions are sorted as in `/api/v1/conditions`.
+        """
         return self.build_status_row()
 
     def build_status_row(self) -> dict[str, Any]:
-        """Return the current status of the pool as a row of the API."""
+        """Return the current status of the pool, as the body of `/api/v1/status`."""
         facts = self._facts
         return {
             "schema": 1,
@@ -77,7 +81,7 @@ class PoolRoutes:
         }
 
     def list_active_conditions(self) -> list[dict[str, Any]]:
-        """Return the active conditions as rows of the API, critical ones first."""
+        """Return the active conditions as rows of the API: critical ones first, then the oldest first."""
         return [condition.to_row() for condition in self._conditions.list_active()]
 
     async def version(self) -> dict[str, Any]:
@@ -85,20 +89,27 @@ class PoolRoutes:
         return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL, "time": time.time()}
 
     async def conditions(self) -> dict[str, Any]:
-        """List active conditions: start (Unix seconds), meaning and next step. Alerts use the same rules."""
+        """List active conditions: start (Unix seconds), meaning and next step. Alerts use the same rules.
+
+        Critical ones are first, then the oldest. `watched` are the names of all rules.
+        """
         return {"schema": 1, "conditions": self.list_active_conditions(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
         """Return the newest `points` points of the load of the whole pool and of each node; null for a gap.
 
-        There is a point every 10 seconds, and points of the last hour are kept.
+        There is a point every 10 seconds, oldest first, and points of the last hour are kept. Without `points`, all are
+        returned. `number` is the sequence number of the newest point; -1 before the first one.
         """
         return Response(
             msgspec.json.encode({"schema": 1, **self.read_load_history(points)}), media_type="application/json"
         )
 
     def read_load_history(self, points: int) -> dict[str, Any]:
-        """Return the newest `points` points of the load of the whole pool and of each node, one per 10 seconds."""
+        """Return the newest `points` points of the load of the whole pool and of each node, one per 10 seconds.
+
+        They are ordered oldest first; None is a gap (`LoadHistory.to_row`).
+        """
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:

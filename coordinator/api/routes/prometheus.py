@@ -35,7 +35,7 @@ class PrometheusRoutes:
     async def node_metrics(self, node: str, request: Request) -> Response:
         """Return a node's metrics in Prometheus format. Service discovery lists the address.
 
-        Raise `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
+        Raise `ProblemError`: 404 for an unknown node, 503 if the node is absent or does not answer within 3 s.
         """
         node_id, accepted = find_node(self._directory, node), request.headers.get("accept", "")
         try:
@@ -45,6 +45,9 @@ class PrometheusRoutes:
         return Response(text, headers={"content-type": kind})
 
     async def targets(self, request: Request) -> Response:
-        """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics."""
+        """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics.
+
+        Each target has the address of this request. Absent nodes are listed, nodes that have left are not.
+        """
         targets = self._metrics.list_targets(request.headers["host"], request.url.scheme)
         return Response(msgspec.json.encode(targets), media_type="application/json")

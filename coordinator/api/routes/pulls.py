@@ -85,10 +85,11 @@ class PullRoutes:
     async def pull(self, body: PullBody) -> dict[str, Any]:
         """Plan a pull of a repository of the hub, and start it unless `dry_run` is set.
 
-        Return the model, the plan for each node (sizes in bytes), and the started pull. If a pull of the same files to
-        these nodes is open, return that pull instead. Raise `ProblemError`: 400 for a wrong body or an unsupported
-        model, 404 for an unknown node. Also: 429 for too many pulls, 507 if no node can get the model or the pull
-        cannot be stored. A failed query of the hub has the status of its code in `STATUS`.
+        Return the model, the plan for each node (sizes in bytes), and the started pull; its end is not awaited. Named
+        `nodes` exclude `all`. If a pull of the same files to these nodes is open, return that pull instead. Raise
+        `ProblemError`: 400 for a wrong body or an unsupported model, 404 for an unknown node. Also: 429 if 16 pulls are
+        open, 507 if no node can get the model or the pull cannot be stored. A failed query of the hub has the status of
+        its code in `STATUS`.
         """
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))
@@ -125,7 +126,7 @@ class PullRoutes:
         return build_pull_row(record, self._get_name)
 
     async def pulls(self) -> dict[str, Any]:
-        """List the pulls, the newest first: progress on each node in bytes, and faults."""
+        """List all open and the newest 50 ended pulls, newest first, with progress (bytes) and faults on each node."""
         return {"schema": 1, "pulls": self.build_rows()}
 
     def build_rows(self, max_ended: int = MAX_ENDED_RECORDS) -> list[dict[str, object]]:
@@ -159,8 +160,9 @@ class PullRoutes:
     async def verify(self, body: ModelFilesBody) -> dict[str, Any]:
         """Read all files of a model on a node and compute their digests again. Return the content hash of the model.
 
-        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node. A
-        failure has the status of its code in `STATUS`.
+        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or
+        files that changed since their download. A failure has the status of its code in `STATUS`: 429 if 64
+        orders are open, 500 if the link is lost and after 6 h. The node continues if the client disconnects.
         """
         return await self._run_order(VerifyModel, body)
 

@@ -53,8 +53,9 @@ class QuantizationRoutes:
     async def quantize(self, body: QuantizationBody) -> dict[str, Any]:
         """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node.
 
-        Return the started quantization. Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an
-        unknown node or model. Also: 409 for a node that is absent or too old, 429 for too many quantizations.
+        Return the started quantization, whose end is not awaited. If the same one is running there, return that one.
+        Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an unknown node or model. Also: 409 for a
+        node that is absent or too old, 429 if 16 quantizations are open.
         """
         name = body.name or f"{body.model}-{body.bits}bit"
         for text, field in ((body.model, "model"), (name, "name")):
@@ -71,7 +72,7 @@ class QuantizationRoutes:
         return self._build_answer(started)
 
     async def quantizations(self) -> dict[str, Any]:
-        """List the open quantizations and the newest ended ones, the newest first, with their progress in bytes."""
+        """List all open and the newest 50 ended quantizations, the newest first, with their progress in bytes."""
         rows = [record.to_row(self._nodes.directory.get_name) for record in reversed(self._quantizations.list_all())]
         return {"schema": 1, "quantizations": rows}
 

@@ -65,7 +65,8 @@ class RequestRoutes:
     async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent.
 
-        If no node can take the request, `node` is null and `refused` has the reason.
+        If no node can take the request, `node` is null and `refused` has the reason. For an alias, `passed_over` has
+        the candidates before the model. The limits of the calling key do not apply.
         Raise `ProblemError` 404 for an unknown profile of an alias or model.
         """
         target = self._traffic.names.resolve(body.model, self._traffic.placer.view, NO_LIMITS)
@@ -106,7 +107,11 @@ class RequestRoutes:
         return target.candidates[0], results[0], passed_over if target.alias else []
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
-        """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
+        """List the newest `last` ended requests (default 50), also refused ones, oldest first, with their steps.
+
+        `at` is the arrival in Unix seconds; steps are in seconds after it. The newest 1000 ended requests and 500
+        invalid ones are stored.
+        """
         return {"schema": 1, "requests": self._build_rows(self._traffic.history.list_newest(last))}
 
     def _build_rows(self, records: Iterable[RequestRecord]) -> list[dict[str, Any]]:
@@ -119,6 +124,7 @@ class RequestRoutes:
     async def request(self, request_id: str) -> dict[str, Any]:
         """Return the records of all requests with this id: phase or end, steps, and placement decisions.
 
+        The newest 1000 ended requests, 500 invalid ones and 1000 decisions are stored; open requests are always found.
         A decision has the memory arithmetic of its stored candidates (`MAX_CANDIDATES_KEPT`). Raise `ProblemError` 404
         if nothing is stored.
         """
@@ -153,7 +159,7 @@ class RequestRoutes:
         }
 
     async def decisions(self) -> Response:
-        """Return every stored placement decision as JSON lines, for `cluster replay`."""
+        """Return the stored placement decisions (the newest 1000) as JSON lines, oldest first, for `cluster replay`."""
         return StreamingResponse(self._traffic.history.encode_lines(), media_type=JSON_LINES_TYPE)
 
 
@@ -177,7 +183,11 @@ class WallClock:
 
 
 def build_record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
-    """Return an ended request as a row of the API, with its steps in seconds after its arrival."""
+    """Return an ended request as a row of the API, with its steps in seconds after its arrival.
+
+    The row has all fields of the record and those of `summarize_request`. Its `timings` are null without a complete
+    answer.
+    """
     row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,

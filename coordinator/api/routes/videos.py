@@ -28,7 +28,11 @@ class VideoRoutes:
         )
 
     async def video_models(self) -> dict[str, Any]:
-        """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes."""
+        """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes.
+
+        The profile of a node is a prediction without measurements. `profiles` has the stored ones, `lease` is the size
+        of a lease.
+        """
         controller, limits = self._controller, self._ring.get_limits(KEY.get()) or NO_LIMITS
         models = build_package_rows(filter_view(self._registry.build_view(), limits), controller.profiles)
         profiles = {key: profile for key, profile in controller.profiles.items() if limits.allows(key.package)}
@@ -40,7 +44,11 @@ class VideoRoutes:
         }
 
     async def leases(self) -> dict[str, Any]:
-        """List the memory leases for video jobs, oldest first; sizes in bytes."""
+        """List the memory leases for video jobs, oldest first; sizes in bytes.
+
+        Leases that are requested, or not confirmed as released, are listed as well. `since` is in Unix seconds,
+        `progress` in percent. `orphan`: no job runs with the lease any more.
+        """
         view, controller = self._registry.build_view(), self._controller
         return {
             "schema": 1,

@@ -76,7 +76,7 @@ class WishRoutes:
         return {"schema": 1, "wishes": [self._build_wish_row(wish) for _, wish in sorted(self._store.wishes.items())]}
 
     async def get_wish(self, model: str) -> dict[str, Any]:
-        """Return the wish for a model.
+        """Return the wish for a model. The case of the name is ignored.
 
         Raise `ProblemError` 404 if there is none.
         """
@@ -85,8 +85,9 @@ class WishRoutes:
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
         """Want replicas of a model, or change its wish. Return the wish. The plan loads the replicas where they fit.
 
-        The case of the name is ignored. The body replaces all properties of an earlier wish for the model.
-        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes. Raise
+        The loads are not awaited, and no node needs to have the model. The case of the name is ignored. The body
+        replaces all properties of an earlier wish for the model.
+        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 above 100 wishes. Raise
         `StoreError` (503) if the wish cannot be stored.
         """
         if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
@@ -124,7 +125,10 @@ class WishRoutes:
         return {"schema": 1, "model": name}
 
     async def plan_models(self) -> dict[str, Any]:
-        """Return the nodes and the shortfall of each wish, then the running and the next actions."""
+        """Return the nodes and the shortfall of each wish, then the running and the next actions.
+
+        `missing` is the reason why a wish is not met; empty if it is met.
+        """
         plan = self._runner.build_plan()
         return {
             "schema": 1,

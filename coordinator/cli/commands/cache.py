@@ -108,7 +108,8 @@ def _describe_disk(name: str, state: Entry) -> str:
 def clear(session: ApiSession, node: str | None, model: str | None, yes: bool) -> None:
     """Delete cached prompts from memory and from the disk.
 
-    The next requests prefill their whole prompts. Files are deleted also where the disk cache is off.
+    The next requests prefill their whole prompts. Files are deleted also where the disk cache is off. An absent node
+    may have such files, and counts as failed; the other nodes delete theirs nevertheless.
     """
     confirm(f"Delete the cached prompts of {model or 'all models'} on {node or 'all nodes'}?", yes=yes)
     answer = session.request_json("POST", "/api/v1/cache/clear", {"model": model, "node": node}, CLEAR_TIMEOUT_SECONDS)

@@ -36,7 +36,7 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
     """Show every setting that a start would use now.
 
     Each setting has its value and origin: default, the file, environment or --set. PREFIX limits the output. Secrets in
-    URLs are hidden.
+    URLs are hidden. --running and --set exclude each other.
 
     Exit codes: 2 a setting is wrong and a start would fail; 3 with --running, no process runs here; 5 no setting has
     PREFIX.

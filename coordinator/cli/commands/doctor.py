@@ -56,8 +56,9 @@ def doctor(
     from coordinator.doctor.runner import CHECKS, run_checks
 
     if only_list:
-        for check in CHECKS:
-            click.echo(f"{check.id:<14} {check.title}")
+        listed = {"schema": 1, "checks": [{"id": check.id, "title": check.title} for check in CHECKS]}
+        text = "\n".join(f"{check.id:<14} {check.title}" for check in CHECKS)
+        click.echo(json.dumps(listed) if as_json or session.json else text)
         return
     here: HostProbe = HostProbe(session, timeout_seconds=seconds)
     results: list[CheckResult] = []

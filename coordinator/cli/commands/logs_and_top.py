@@ -76,7 +76,8 @@ def format_log_line(line: str) -> str:
 def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None:
     """Print the newest lines of a NODE's log, fetched over its link; without NODE, of the coordinator's log.
 
-    `-o json` prints the lines as they are in the file.
+    `-o json` prints the lines as they are in the file. With --follow, new lines are printed until Ctrl-C. The command
+    fails when the log can no longer be read, for example because the node is absent.
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
@@ -88,7 +89,10 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 @click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="Number of newest events.")
 @session_options
 def events(session: ApiSession, follow: bool, last: int) -> None:
-    """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
+    """Print the newest events of the pool: nodes, conditions, joins. With -o json, one event per line.
+
+    With --follow, new events are printed until Ctrl-C. The command fails when the coordinator ends the stream.
+    """
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
     for event in _iterate_events(session.follow(path, EVENTS_TIMEOUT_SECONDS) if follow else session.stream(path)):
         click.echo(json.dumps(event) if session.json else _format_event(event))

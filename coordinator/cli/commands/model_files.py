@@ -98,8 +98,9 @@ def remove(
 ) -> None:
     """Delete a model from the disks of the nodes.
 
-    A loaded model is not deleted: unload it first. Copies stay on absent nodes, and where the node may not delete them.
-    With --node, the files of an incomplete download are deleted as well.
+    Name either MODEL or --unused-since, which deletes each model that a node has not used for this time. A loaded model
+    is not deleted: unload it first. Copies stay on absent nodes, and where the node may not delete them. With MODEL and
+    --node, the files of an incomplete download are deleted as well.
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")

@@ -190,7 +190,10 @@ def format_model_label(name: str, row: dict[str, Any]) -> str:
 @click.option("--node", help="Load on this node; default: the node with enough memory that would answer first.")
 @session_options
 def load(session: ApiSession, model: str, node: str | None) -> None:
-    """Load a model into the memory of a node and wait for it. Ctrl-C ends the wait, not the load."""
+    """Load a model into the memory of a node and wait for it. Ctrl-C ends the wait, not the load.
+
+    Without --node, a node that refuses is followed by the next best one.
+    """
     with show_spinner(f"loading {model}"):
         answer = session.request_json(
             "POST", "/api/v1/models/load", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS
@@ -211,7 +214,10 @@ def _print_load(answer: dict[str, Any]) -> None:
 @click.option("--node", help="Only on this node; default: all nodes where it is loaded.")
 @session_options
 def unload(session: ApiSession, model: str, node: str | None) -> None:
-    """Unload a model and free its memory. A model in use is not unloaded. The next request loads the model again."""
+    """Unload a model and free its memory. A model in use is not unloaded. The next request loads the model again.
+
+    If one node fails, the other nodes unload the model nevertheless.
+    """
     with show_spinner(f"unloading {model}"):
         answer = session.request_json(
             "POST", "/api/v1/models/unload", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS

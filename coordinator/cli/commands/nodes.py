@@ -269,11 +269,12 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
 def remove(session: ApiSession, node: str, yes: bool) -> None:
     """Revoke a node's certificate and remove the node.
 
-    The node can join again with a new token or code.
+    Its requests continue on other nodes, or fail where that is not possible. The node can join again with a new token
+    or code.
     """
     path = f"/api/v1/nodes/{quote(node, safe='')}"
     name = session.request_json("GET", path)["node"]["name"]
-    confirm(f"Remove {name}? Its requests end, and it needs a new token or code to join again.", yes=yes)
+    confirm(f"Remove {name}? Its requests move or fail, and it needs a new token or code to join again.", yes=yes)
     session.print_answer(
         session.request_json("DELETE", f"/api/v1/nodes/{quote(node, safe='')}"), lambda _: click.echo(f"{node} removed")
     )
@@ -302,7 +303,10 @@ def logs(session: ApiSession, node: str, size: int) -> None:
 @click.option("--reject", is_flag=True, help="Reject the machine instead.")
 @session_options
 def approve(session: ApiSession, code: str | None, reject: bool) -> None:
-    """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines."""
+    """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines.
+
+    Three wrong codes in a row block all decisions for 60 s.
+    """
     if code is None:
         session.print_answer(
             session.request_json("GET", "/api/v1/joins"),

@@ -47,7 +47,7 @@ def pull(
 
     One node downloads. The other nodes get the files from that node over the local network, at the same time. After
     repeated faults, a node downloads them itself. Every file is verified before the model can be used. Ctrl-C ends the
-    wait, not the pull: `cluster pulls` shows it.
+    wait, not the pull: `cluster pulls` shows it. --node, --all and --auto exclude each other.
 
     Exit code: 6 if a node did not get the model.
     """
@@ -135,7 +135,10 @@ def format_seconds(seconds: float) -> str:
 @click.group(cls=CommandGroup, invoke_without_command=True)
 @session_options
 def pulls(session: ApiSession) -> None:
-    """List, follow or cancel pulls."""
+    """List, follow or cancel pulls.
+
+    Without a command, list all open and the newest 50 ended pulls.
+    """
     if click.get_current_context().invoked_subcommand is None:
         session.print_answer(session.request_json("GET", "/api/v1/pulls"), _print_pulls)
 
@@ -143,7 +146,7 @@ def pulls(session: ApiSession) -> None:
 @pulls.command("list")
 @session_options
 def list_pulls(session: ApiSession) -> None:
-    """List the pulls, the newest first."""
+    """List all open and the newest 50 ended pulls, the newest first."""
     session.print_answer(session.request_json("GET", "/api/v1/pulls"), _print_pulls)
 
 

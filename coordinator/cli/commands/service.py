@@ -241,7 +241,8 @@ def _render_state(answer: dict[str, Any]) -> str:
 def restart(ctx: click.Context) -> None:
     """Stop the service gracefully and start it again.
 
-    Running requests may end before the service stops.
+    Running requests may end before the service stops. Fail if the service does not end, or does not run again within
+    45 s.
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import read_existing_unit, wait_until_running

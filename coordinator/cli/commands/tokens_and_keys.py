@@ -253,7 +253,7 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
     """Change the given limits of a key at once.
 
-    Print the limits before and after. Other limits do not change.
+    Print the limits before and after. Other limits do not change. A limit cannot be given and cleared at once.
     """
     row, changes = find_object(session, "key", key_), select_limits(options)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
@@ -326,7 +326,10 @@ def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
 @click.option("--since", type=Day(), metavar="DAY", help="Show usage since this day (UTC, 2026-01-31).")
 @session_options
 def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
-    """Show how many requests and tokens each key used, by model."""
+    """Show how many requests and tokens each key used, by model.
+
+    Usage is stored for 400 days, also that of revoked keys.
+    """
     id_ = find_object(session, "key", key_)["id"] if key_ else None
     query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
     answer = call_route(session, "GET", f"/api/v1/keys/usage?{query}")
@@ -344,7 +347,10 @@ def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
 @click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="Number of newest entries.")
 @session_options
 def audit(session: ApiSession, last: int) -> None:
-    """Print the audit log: time, key, address and action for joins, keys, tokens, nodes and models."""
+    """Print the newest entries of the audit log: time, key, address and action, oldest first.
+
+    The entries are joins and changes of keys, tokens, nodes and models.
+    """
     session.print_answer(
         call_route(session, "GET", f"/api/v1/audit?last={last}"),
         lambda answer: print_table(

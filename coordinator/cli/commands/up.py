@@ -78,6 +78,7 @@ def up(
     """Start the coordinator, and a node on this machine, until Ctrl-C.
 
     The first start creates the cluster: its certificate authority, its id and the first API key, which is shown once.
+    The options --lan (0.0.0.0:8080) and --listen exclude each other, as do --no-local-node and --models.
     """
     if lan and listen is not None:
         raise click.UsageError(

@@ -72,7 +72,12 @@ def open_page(session: ApiSession, only_print: bool) -> None:
 @click.option("--export", type=click.File("wb"), help="Write all recorded decisions into a file, for `cluster replay`.")
 @session_options
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
-    """Show placement, steps and end of a request. Without ID, list the newest requests."""
+    """Show placement, steps and end of a request. Without ID, list the newest requests.
+
+    The newest 1000 requests and decisions are stored until the coordinator stops. ID and --export exclude each other.
+    """
+    if export is not None and request_id is not None:
+        raise click.UsageError("--export writes the decisions of all requests: leave out either ID or --export")
     if export is not None:
         for piece in session.stream("/api/v1/decisions", timeout=120):
             export.write(piece)
@@ -88,7 +93,10 @@ def explain(session: ApiSession, request_id: str | None, last: int, export: Bina
 @click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Placement policy.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def replay(file: BinaryIO, policy: str, output: str) -> None:
-    """Repeat the decisions of a FILE (`cluster explain --export FILE`) with another policy and show the differences."""
+    """Repeat the decisions of a FILE (`cluster explain --export FILE`) with another policy and show the differences.
+
+    The text shows at most 50 differences, `-o json` all of them.
+    """
     from random import Random
 
     import msgspec
@@ -129,7 +137,10 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 )
 @session_options
 def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
-    """Send a prompt to a model and print the answer. Without PROMPT, read the prompt from standard input."""
+    """Send a prompt to a model and print the answer. Without PROMPT, read the prompt from standard input.
+
+    While no node serves a model, the command waits for at most --wait.
+    """
     if not prompt and sys.stdin.isatty():
         raise click.UsageError("write a PROMPT, or pipe one in")
     text = " ".join(prompt) or sys.stdin.read()

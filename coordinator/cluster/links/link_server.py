@@ -94,7 +94,7 @@ class LinkServer:
         """Number of links established since the start; `denied`: number of Hellos denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
-        """Listen for nodes with TLS, begin to ping them, and return the port.
+        """Listen for nodes with TLS, begin to ping them, and return the port. With port 0 the system chooses one.
 
         Raise `OSError` if the address cannot be used.
         """

@@ -57,7 +57,8 @@ class NodeFetches:
     async def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, such as `logs`, as fast as the consumer reads.
 
-        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
+        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it sends nothing for
+        `FETCH_TIMEOUT_SECONDS`.
         """
         offset, left = -max_bytes, max_bytes
         while left > 0:
@@ -76,7 +77,7 @@ class NodeFetches:
         """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
 
         Each poll reads at most `FETCH_WINDOW_BYTES`. The iterator does not end. Raise `LookupError` if the node is not
-        linked or cannot answer, `TimeoutError` if it stops answering.
+        linked or cannot answer, `TimeoutError` if it sends nothing for `FETCH_TIMEOUT_SECONDS`.
         """
         offset = -max_bytes
         while True:

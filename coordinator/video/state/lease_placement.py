@@ -76,7 +76,7 @@ class NoLeaseChoice:
 
 
 def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
-    """Return the memory profile of a package: the measured one, or a first prediction."""
+    """Return the memory profile of a package: the measured one, or a prediction (`predict_profile`)."""
     return profiles.get(get_profile_key(package)) or predict_profile(package)
 
 
@@ -106,7 +106,10 @@ def _list_offers(view: ClusterView, model: str, labels: Iterable[str]) -> list[t
 
 
 def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return the served packages of all usable video models, by name."""
+    """Return the served packages of all usable video models, by name.
+
+    Packages with a `cause` are left out. Of different packages under one name, `find_packages` selects one.
+    """
     names = dict.fromkeys(package.name for node in view.nodes for package in node.video.packages if not package.cause)
     return {name: find_packages(view, name)[0][1] for name in names}
 

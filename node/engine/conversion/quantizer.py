@@ -181,7 +181,11 @@ def _discard_result(order: QuantizeOrder) -> None:
 
 
 def main() -> None:
-    """Perform the order that arrives on the standard input, and end the process."""
+    """Perform the order that arrives on the standard input, send its end to the standard output, and end the process.
+
+    The exit code is 0, or 2 if the order cannot be read. When the agent ends, delete the incomplete result and end with
+    the code 1.
+    """
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     perform_order(QuantizeOrder, run_quantization, _discard_result)
 

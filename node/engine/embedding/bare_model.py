@@ -39,7 +39,8 @@ def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         """Model whose checkpoint may lack the output layer and the prefix of its layers."""
 
         def sanitize(self, weights: Weights) -> Weights:
-            """Return the weights by the names of the complete model."""
+            """Return the weights by the names of the complete model (`rename_weights`), as its own `sanitize` leaves
+            them."""
             named = rename_weights(weights, without_output=can_tie)
             if not hasattr(model_class, "sanitize"):
                 return named

@@ -56,7 +56,10 @@ class BeginningStore:
             self._store.count_hit(request.loaded_model.name, hit.length)
 
     def store(self, request: EmbeddingRequest) -> None:
-        """Store a copy of the complete beginning of a request, unless it is cached or memory does not suffice."""
+        """Store a copy of the complete beginning of a request, unless it is cached or memory does not suffice.
+
+        To make room, evict other cached prefixes, also if the room does not suffice then.
+        """
         name, scope, key = request.loaded_model.name, request.prepared.cache_scope, pack(request.beginning)
         layers = copy_prefix(request.beginning_cache, len(request.beginning))
         size = sum_nbytes(layers)

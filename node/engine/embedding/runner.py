@@ -146,7 +146,11 @@ def _count_parts(loaded_model: LoadedModel, tokens: int, past: int, seconds: flo
 
 
 def estimate_batch_bytes(texts: Sequence[WaitingText]) -> int:
-    """Return the bytes that one forward over texts needs, with their copies of the shared beginning's cache."""
+    """Return the bytes that one forward over texts needs, with their copies of the shared beginning's cache.
+
+    There is at least one text, and all texts have the model and the beginning of the first. Each is padded to the
+    longest.
+    """
     loaded_model, head = _get_model(texts[0].request)
     longest = max(len(text.own_ids) for text in texts)
     packed = loaded_model.estimator.estimate_packed(len(texts), longest, len(texts[0].request.beginning))

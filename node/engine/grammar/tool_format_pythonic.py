@@ -134,7 +134,7 @@ class GemmaArgumentRules:
 
     def render_member(self, name: str, schema: Json) -> str:
         """Return Lark's expression for a key and its value. Raise `UnsupportedSchema` for a name or schema that the
-        format cannot represent."""
+        format cannot represent. For a tool that is not strict, `UNRENDERED_KEYWORDS` are ignored."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
                 f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"

@@ -140,7 +140,10 @@ class CommitmentLedger:
         return sum(batch.compute_committed_bytes(self.kv) for batch in self._batches)
 
     def compute_cost(self, length: int, rows: int) -> int:
-        """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""
+        """Return the bytes that `commit` would add for `rows` (at least 1) equal rows of `length` tokens, with padding.
+
+        Nothing is committed.
+        """
         return compute_join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * compute_row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:

@@ -125,16 +125,17 @@ class PrefixMemory:
         `transient` is the bytes of a copy that exists only for a moment. Evict nothing if all cached bytes would not
         suffice. A False result is possible after evictions as well, because an eviction may free less than expected.
         """
-        memory = self._memory()
+        memory, need = self._memory(), size + transient
         limit = self._limit(memory.cap)
-        if size > limit or not _fits(memory, size + transient - self.nbytes):
+        if size > limit or not _fits(memory, need - self.nbytes):
             return False
         if self.nbytes + size > limit:
             self._store.evict(self.nbytes + size - limit)
             self._on_released()
             if self.nbytes + size > limit:  # histories in progress take the rest
                 return False
-        need = size + transient
+        elif _fits(memory, need):
+            return True
         return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need) and _fits(self._memory(), need)
 
 

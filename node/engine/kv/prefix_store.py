@@ -293,7 +293,7 @@ class PrefixCache(Generic[V]):
         return before - self._nbytes
 
     def evict_model(self, model: str) -> None:
-        """Evict all entries of a model."""
+        """Remove all entries of a model from memory. A prompt counts as evicted as in `evict_entry`."""
         for entry in [entry for entry in self._order if entry.model == model]:
             self.evict_entry(entry)
 
@@ -305,7 +305,8 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove an entry that is in memory. Its prompt counts as evicted, unless the disk has a copy of the entry."""
+        """Remove an entry that is in memory. Its prompt counts as evicted, unless the disk has a copy of the entry, or
+        memory has another entry of the prompt."""
         self.pop(entry)
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()

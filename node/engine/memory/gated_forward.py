@@ -89,7 +89,7 @@ class GatedForwards:
         """Whether no further native call may begin; set by any thread."""
 
     def read_memory(self, now: float) -> Memory:
-        """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
+        """Read the memory at the monotonic time `now`, and count it in the recent peak (`MemoryReader.read`)."""
         return self._reader.read(now)
 
     def wait_until_settled(self) -> None:

@@ -19,16 +19,19 @@ class MemoryReader:
         self._reserved = reserved
 
     def read(self, now: float) -> Memory:
-        """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
+        """Read the memory now, count it in the recent peak, and return it with the limits in force.
+
+        `now` is the monotonic time. `phys`, `current` and `headroom` are None without a live reading of the footprint.
+        """
         return self._footprint.read_memory(self.gate, self._reserved(), now)
 
     def read_now(self) -> Memory:
-        """Read the memory now, and return it with the limits in force."""
+        """Read the memory now, count it in the recent peak, and return it with the limits in force, as `read` does."""
         return self.read(time.monotonic())
 
     def read_settled(self) -> Memory:
         """Read the memory without bytes that MLX has freed and that are still in the footprint
-        (`EngineMemory.read_memory`). Use this to decide whether to free more."""
+        (`EngineMemory.read_memory`). Use this to decide whether to free more, never whether work fits."""
         return self._footprint.read_memory(self.gate, self._reserved(), time.monotonic(), settled=True)
 
     def wait_until_settled(self, seconds: float = TRAILING_SECONDS) -> None:

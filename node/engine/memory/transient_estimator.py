@@ -200,8 +200,8 @@ class TransientEstimator:
         self._narrowed, self.residual = narrowed, 0
 
     def estimate_step(self, rows: int, longest: int, *, grows: bool = True) -> int:
-        """Return the estimated transient bytes of a decode step of `rows` rows padded to `longest` tokens. `grows`: the
-        caches have no room and are copied."""
+        """Return the estimated transient bytes of a decode step of `rows` rows padded to `longest` tokens; 0 without
+        rows. `grows`: the caches have no room and are copied."""
         return estimate_step_transient(self.transient, rows, longest, grows=grows)
 
     def estimate_charged_step(self, rows: int, longest: int) -> int:

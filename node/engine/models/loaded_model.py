@@ -290,8 +290,11 @@ _checked = set[type]()
 
 
 def check_batching(model: TextModel) -> None:
-    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` after
-    a `ValueError` or `TypeError` of the model, as of gpt_bigcode and phi3small of mlx-lm 0.32.2."""
+    """Decode two rows of different lengths together, unless a model of this class has passed before.
+
+    Raise `UnbatchableModelError` if the model raises `ValueError` or `TypeError`, as gpt_bigcode and phi3small do in
+    mlx-lm 0.32.2.
+    """
     if type(model) in _checked:
         return
     batch: DecodeBatch[int] = DecodeBatch(model)

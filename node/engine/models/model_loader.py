@@ -35,7 +35,8 @@ class ModelLoader:
         """Load a model, set its profile and record the seconds of each part.
 
         Yield the cost of each step before that step runs, and finally the model. Raise `FilesChangedError` if its files
-        changed meanwhile. Exceptions of `loaded_model.load` propagate; a failed profile is logged.
+        changed meanwhile. Exceptions of `loaded_model.load` propagate, and `DeviceLost`. Any other failure of the
+        profile is logged. Close the generator after a load that is given up.
         """
         begun = read = time.monotonic()
         try:

@@ -352,7 +352,8 @@ class ModelManager:
 
     def free_for_forward(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward; return whether `need` bytes fit. At the sites `RUNNING_SITES`, a load in progress
-        is aborted if the rest does not suffice."""
+        is aborted if the rest does not suffice. If all of that would not suffice, free only MLX's buffers
+        (`free_memory`)."""
         return self.free_memory(need, over_load=site in RUNNING_SITES)
 
     def close(self) -> None:

@@ -16,7 +16,10 @@ class ModelWiring:
         self._loading_bytes = 0
 
     def rewire(self) -> None:
-        """Set the wired limit for the weights in memory."""
+        """Set the wired limit for the weights in memory, those of a load included, unless they are as before.
+
+        With Metal, free MLX's free buffers first. A limit that MLX refuses is logged (`WiredLimit.apply`).
+        """
         self.limit.apply(self._loading_bytes + self._table.sum_weights())
 
     def wire_loading_model(self, weights: int) -> None:

@@ -128,7 +128,7 @@ class RequestPreparer:
 
     def count_tokens(self, question: CountTokens) -> Finished | Refusal:
         """Count the tokens of a prompt. Return `Finished` with the count as `prompt_tokens`, or the refusal. Never
-        raise."""
+        raise. The first call for a model may load its tokenizer (`load_tokenizer`)."""
         request = Generate(
             question.request,
             0,
@@ -249,7 +249,8 @@ class RequestPreparer:
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. A load also removes the tokenizers of
-        models that have left the catalogue.
+        models that have left the catalogue. The trial blocks the calling thread for at most about
+        `tokenizer_trial.TIMEOUT_SECONDS`, and a load in another thread blocks it as well.
 
         Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of the trial cannot be started.
         """

@@ -23,7 +23,7 @@ class TokenizeQueue:
             self._changed.notify()
 
     def get(self) -> UntokenizedPrompt:
-        """Wait for a prompt. Remove and return the oldest of the key whose turn it is."""
+        """Wait for a prompt, without a time limit. Remove and return the oldest of the key whose turn it is."""
         with self._changed:
             while not self._queues:
                 self._changed.wait()

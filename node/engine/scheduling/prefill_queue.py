@@ -105,7 +105,10 @@ class PrefillQueue:
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
     def compute_affordable_tokens(self, prefill: Prefill) -> int:
-        """Return the number of tokens of a prompt that fit into the time of its next chunk."""
+        """Return the number of tokens of a prompt that fit into the time of its next chunk.
+
+        The minimum is `MIN_CHUNK_TOKENS`, the maximum the chunk size of this engine.
+        """
         return compute_affordable_tokens(
             prefill.loaded_model.stats.pace,
             prefill.left,

@@ -73,7 +73,7 @@ class TrimModes:
         self._modes: dict[str, CacheTrimMode] = {}
 
     def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        """Return the trim mode of a model's caches."""
+        """Return the trim mode of a model's caches: that of the most restrictive layer."""
         mode = self._modes.get(loaded_model.name)
         if mode is None:
             mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
@@ -118,8 +118,8 @@ class PrefixCacheManager:
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
-        """Delete the entries of a model in memory and its files on the disk; of all models if `fingerprint` is empty.
-        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
+        """Delete the entries of a model in memory and its files (`DiskTier.clear`); of all models if `fingerprint` is
+        empty. Raise `OSError` if files stay, `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next
@@ -249,7 +249,7 @@ class PrefixCacheManager:
         self._store.remove_redundant(past.take_snapshots(MAX_LONG_SNAPSHOTS))
 
     def remove_snapshots(self, prefill: Prefill) -> None:
-        """Remove the snapshots of a long prompt, because its request was cancelled."""
+        """Remove the snapshots of a long prompt, because its request was cancelled. They do not count as evictions."""
         if prefill.past is not None:
             self._store.remove_redundant(prefill.past.take_snapshots(0))
 

@@ -235,8 +235,11 @@ class Scheduler:
     # steps
 
     def decode(self, now: float) -> None:
-        """Decode one token for every row of every batch, and end rows. `drain_output` returns the frames. Raise
-        `Halted` if the engine was halted. `now` is the monotonic time at which the turn began."""
+        """Decode one token for every row of every batch, and end rows. `drain_output` returns the frames.
+
+        A row that needs more memory, or an engine over its cap, can preempt or end a request. A batch whose step raises
+        is rebuilt. Raise `Halted` if the engine was halted. `now` is the monotonic time at which the turn began.
+        """
         self._decode.step()
         self._requests.record_ends(now)
 
@@ -245,7 +248,8 @@ class Scheduler:
         that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
 
         Prefill nothing if no prompt may start or continue at the monotonic time `now`, at which the turn began, or if
-        all wait for packing. Raise `Halted` if the engine was halted.
+        all wait for packing. A prompt without room waits, and a request can lose its memory or fail
+        (`PrefillRunner.run`). Raise `Halted` if the engine was halted.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
@@ -268,7 +272,7 @@ class Scheduler:
 
     def synchronize(self) -> None:
         """Wait for the launched decode steps of all batches, so that the measurement of the next native call does not
-        include them. A batch whose step raises is rebuilt."""
+        include them. A batch whose step raises is rebuilt. Raise `DeviceLost` for a failed command buffer."""
         self._decode.wait()
 
     def close(self) -> None:

@@ -142,7 +142,11 @@ class ScriptedBatch:
         )
 
     def decode(self, steps: int, now: float) -> list[Frame]:
-        """Decode `steps` tokens for every row. Return the frames: deltas of all rows, then the ends of requests."""
+        """Decode `steps` tokens for every row, fewer for a row whose answer ends.
+
+        Return the frames: deltas of the rows whose tokens are due, then the ends of requests. Tokens that are not due
+        wait for a later `decode` or `flush`.
+        """
         deltas: list[Delta] = []
         ends: list[Frame] = []
         self.steps += steps

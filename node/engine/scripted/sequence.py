@@ -289,7 +289,7 @@ class ScriptedSequence:
         self.last_token_at = now
 
     def add_tokens(self, row: ScriptedRow, count: int, now: float) -> None:
-        """Generate the next `count` tokens of one of the request's rows."""
+        """Generate the next `count` tokens of one of the request's rows, and end the row if its answer is complete."""
         row.add_tokens(self.number, count, now, ends=self.ends, limit=self.shape.limit)
 
     def build_finished(self, now: float) -> Finished:

@@ -3,7 +3,8 @@
 Both come with the model. An endless template, or a tokenizer's regular expression with unbounded time, would block an
 engine thread and every request on it. The process loads the tokenizer and tokenizes some prompts
 (`tokenizer_trial_main`), with a limit of CPU time and of memory. Fingerprints that passed are stored: such a model is
-tried once on a machine. A model that failed is tried again after a restart of the engine.
+tried once on a machine, and again with other versions of `LIBRARIES`. A model that failed is tried again after a
+restart of the engine.
 """
 
 import os
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -36,12 +38,21 @@ FILE = "trials.json"
 """Name of the file with the fingerprints that passed."""
 MAX_RESULTS = 1024
 """Maximum number of stored fingerprints. The oldest are removed first, and their models are then tried again."""
+LIBRARIES = ("jinja2", "sentencepiece", "tokenizers", "transformers")
+"""Packages that render templates and tokenize. Results with other versions of them are not used."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 EXIT_PANICKED = 4
 """Exit code of a process whose native tokenizer panicked."""
 
 log = structlog.get_logger("engine.trial")
+
+
+class _Results(msgspec.Struct, frozen=True):
+    """Content of the file of results."""
+
+    versions: str
+    passed: list[str]
 
 
 class TokenizerTrials:
@@ -136,7 +147,7 @@ class TokenizerTrials:
         part = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            part.write_bytes(msgspec.json.encode(list(self._passed)))
+            part.write_bytes(msgspec.json.encode(_Results(_read_versions(), list(self._passed))))
             part.replace(self._file)
         except OSError as error:
             log.warning("tokenizer trials not stored", error=str(error)[:200])
@@ -146,9 +157,14 @@ def _read_passed(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        return msgspec.json.decode(file.read_bytes(), type=list[str])
+        results = msgspec.json.decode(file.read_bytes(), type=_Results)
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError) as error:
         log.warning("tokenizer trials unreadable", error=str(error)[:200])
         return []
+    return results.passed if results.versions == _read_versions() else []
+
+
+def _read_versions() -> str:
+    return " ".join(f"{name} {version(name)}" for name in LIBRARIES)

@@ -60,7 +60,8 @@ def generate_prompts() -> Iterator[Generate]:
 def main() -> int:
     """Try the model in the folder of the command line.
 
-    Return the exit code: 0, `EXIT_NOT_LOADED` if its tokenizer cannot be loaded, or `EXIT_PANICKED` if it panics.
+    Return the exit code: 0, `EXIT_NOT_LOADED` if its tokenizer cannot be loaded, or `EXIT_PANICKED` if it panics. A
+    prompt that the template refuses is no failure. SIGPROF ends the process after the CPU time of the command line.
     """
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -26,7 +26,11 @@ class _RelayConnection(http.client.HTTPConnection):
         self._token = token
 
     def connect(self) -> None:
-        """Open the connection. Raise `OSError` or `ValueError` if there is none."""
+        """Open the connection through the coordinator, and set the timeout of its reads to `READ_TIMEOUT_SECONDS`.
+
+        Raise `OSError` if the connection fails, takes more than `CONNECT_TIMEOUT_SECONDS` for one operation, or is
+        refused. Raise `ValueError` for an invalid address or certificate.
+        """
         self.sock = open_relay(self._cluster, self._token, CONNECT_TIMEOUT_SECONDS)
         self.sock.settimeout(READ_TIMEOUT_SECONDS)
 

@@ -129,7 +129,8 @@ class SourcePool:
             return chosen
 
     def record_progress(self, source: DownloadSource, size: int) -> None:
-        """Count `size` received bytes of a source."""
+        """Count `size` received bytes of a source. Its time without progress starts again, and its failures are
+        forgotten."""
         with self.lock:
             self.fetched += size
             source.record_progress()

@@ -69,7 +69,8 @@ class QuantizationPlan:
     def complete(self) -> None:
         """Check that the result can be loaded, and rename its folder to the target.
 
-        Raise `ModelFileError` if the result cannot be loaded or the target exists, `OSError` if the rename fails.
+        Raise `ModelFileError` if the result cannot be loaded or the target exists; `OSError` if the result cannot be
+        read or renamed. Raise `ValueError` if the weights of a Dense layer are invalid.
         """
         descriptor = describe_folder(self.name, self.temporary)
         if descriptor is None or descriptor.cause:
@@ -138,7 +139,7 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
 def read_tensors(folder: Path) -> list[StoredTensor]:
     """Return the tensors of a model's weight files. Raise `OSError` if a file cannot be read, `ModelFileError` if its
-    header is invalid."""
+    header is invalid or it is incomplete."""
     tensors: list[StoredTensor] = []
     for file in sorted(folder.glob("model*.safetensors")):
         try:

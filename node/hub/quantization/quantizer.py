@@ -101,7 +101,10 @@ class Quantizer:
         self._paused = why
 
     def end(self, why: str) -> None:
-        """Cancel the running process, if there is one, and `pause` because of `why`."""
+        """Cancel the running process, if there is one, and `pause` because of `why`.
+
+        The end is not awaited: the process gets SIGTERM, and SIGKILL after `order_child.TERMINATE_TIMEOUT_SECONDS`.
+        """
         self._paused = why
         if self._child is not None:
             self._child.cancel()
@@ -118,7 +121,8 @@ class Quantizer:
         `report` receives the progress of the order.
 
         Raise `ModelFileError` if the order cannot be performed, `OSError` if weights cannot be read or the result
-        cannot be written. Raise `ValueError` if the weights of a Dense layer are invalid.
+        cannot be written. Raise `ValueError` if the weights of a Dense layer are invalid. After an error or a
+        cancellation, the memory is returned and the incomplete result is deleted.
         """
         if self._model:
             raise ModelFileError(ModelOrderCode.IN_USE, f"this node quantizes {self._model}: wait, or cancel that")

@@ -153,7 +153,10 @@ def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Read an order from standard input, run the mirror, and end the process."""
+    """Read an order from standard input, run the mirror, send the end of the order, and end the process.
+
+    The exit code is 0, also after a failure, or 2 if the order cannot be read.
+    """
     perform_order(MirrorOrder, run_mirror)
 
 

@@ -180,7 +180,7 @@ class LocalRay:
         )
 
     def end_actor(self, lease: str) -> None:
-        """End the actor of a lease, if there is one."""
+        """End the actor of a lease, if there is one, without a wait (`DriverProcess.kill_actor`)."""
         self._driver.kill_actor(lease)
 
     async def stop(self) -> None:
@@ -258,7 +258,7 @@ class LocalRay:
         return asyncio.create_task(self._state_changed.wait())
 
     async def _start_ray(self, variables: Mapping[str, str]) -> asyncio.subprocess.Process:
-        folder = self._create_ray_folder()
+        folder = create_private_folder(self._create_private_folder() / ray_process.SESSIONS)
         for session in folder.glob("session_*"):
             if not session.is_symlink():
                 shutil.rmtree(session, ignore_errors=True)
@@ -268,8 +268,8 @@ class LocalRay:
         words = build_command(self._settings.ray_ports, folder, self._gib)
         return await ray_process.start_ray(words, variables, self._files)
 
-    def _create_ray_folder(self) -> Path:
-        """Return Ray's own folder: the folder of the settings, else a temporary folder (`create_short_folder`)."""
+    def _create_private_folder(self) -> Path:
+        """Return the private folder around Ray's own: that of the settings, else `create_short_folder`."""
         wanted = self._settings.ray_folder
         if not wanted:
             return ray_process.create_short_folder(self._files)

@@ -59,6 +59,10 @@ The actor ends its worker: if Ray ended the worker first, that end would look li
 loopback as the address of the machine, on Linux as on macOS.
 """
 
+SESSIONS = "r"
+"""Name of the folder that Ray gets, within a private one. Ray gives all users access to its folder, with its logs and
+sockets. The name is short because of the limit of socket paths."""
+
 
 def build_command(*words: str) -> list[str]:
     """Return the command line that starts Ray with these arguments."""
@@ -109,7 +113,7 @@ async def read_until_started(process: asyncio.subprocess.Process, seconds: float
 
 
 async def discard_output(process: asyncio.subprocess.Process) -> None:
-    """Read and discard the output, because a full pipe would block the process."""
+    """Read and discard the output until its end, because a full pipe would block the process."""
     while await _get_stdout(process).read(4096):
         pass
 

@@ -59,7 +59,7 @@ class WorkerHost:
         return self._why
 
     def stop(self) -> None:
-        """Kill the worker at once."""
+        """Kill the worker's process group at once, from any thread (`WorkerParent.stop`)."""
         self._parent.stop()
 
 

@@ -249,7 +249,8 @@ class WorkerMonitor:
         return end
 
     async def kill(self, end: EndWorker) -> None:
-        """End the worker's process group because of `end`, and return when all of its processes have ended.
+        """End the worker's process group because of `end`, and return when all of its processes have ended, without a
+        time limit.
 
         Remove the grant, so that no worker is started later.
         """
@@ -275,7 +276,7 @@ def find_living_processes(worker: WorkerGroup) -> tuple[int, ...]:
 
 async def kill_worker_group(worker: WorkerGroup, grace: float) -> None:
     """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds (0: at once), and return when all processes have
-    ended."""
+    ended. The wait for their end has no time limit."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while find_living_processes(worker):
         if time.monotonic() >= deadline:

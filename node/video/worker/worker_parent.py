@@ -79,7 +79,8 @@ class WorkerParent:
             os.close(self._lock)
 
     def stop(self) -> None:
-        """Kill the worker at once, from any thread."""
+        """Kill the worker's process group at once, from any thread. `run` then returns, without an exit event. A worker
+        that has not begun its job never begins it."""
         self._stopped.set()
         self._kill_worker()
 

@@ -134,7 +134,10 @@ class MessageChunks:
 
 
 def encode_message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
-    """Encode the whole answer to a request without a stream. Without `thoughts`, reasoning is left out."""
+    """Encode the first choice of a whole answer, for a request without a stream.
+
+    Without `thoughts`, reasoning is left out. Invalid calls, and calls above `MAX_CALLS_SENT`, are left out as well.
+    """
     assembled = assemble_answer(answer)
     content: list[Block] = []
     if assembled.reasoning and thoughts:

@@ -105,7 +105,10 @@ class OllamaChunks:
         return b""
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode the deltas of the first choice as one line per text or call; empty without any."""
+        """Encode the deltas of the first choice as one line per text or call; empty without any.
+
+        Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+        """
         lines = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
@@ -118,7 +121,7 @@ class OllamaChunks:
         return lines
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Encode the last line of a complete stream."""
+        """Encode the last line of a complete stream: no text, and the fields of `build_end_fields`."""
         return _encode_line(self._shape.build_line("", end=self._shape.build_end_fields(finished)))
 
     def encode_failure(self, problem: Problem) -> bytes:
@@ -127,7 +130,10 @@ class OllamaChunks:
 
 
 def encode_answer(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
-    """Encode the whole answer to a request without a stream."""
+    """Encode the first choice of a whole answer, for a request without a stream.
+
+    Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+    """
     assembled = assemble_answer(answer)
     return msgspec.json.encode(
         shape.build_line(assembled.content, assembled.reasoning, assembled.calls, shape.build_end_fields(finished))

@@ -137,7 +137,11 @@ def build_usage(finished: Finished) -> Shape:
 def encode_response(
     outline: ResponseMeta, spec: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
-    """Return the whole answer to a request without a stream as JSON, and its content."""
+    """Return the whole answer to a request without a stream as JSON, and its content.
+
+    Only the first choice is part of it. Invalid calls, and calls above `MAX_CALLS_SENT`, are left out. The last item of
+    an answer that the token limit has ended is `incomplete`, unless it is a call.
+    """
     assembled = assemble_answer(answer)
     output = build_output(outline, assembled, cut=is_cut_short(finished))
     return msgspec.json.encode(outline.build_finished_body(spec, output, finished)), assembled

@@ -152,7 +152,10 @@ class OutputItems:
         )
 
     def put(self, key: str, name: str, body: bytes) -> None:
-        """Store the items of an answer of a key under the answer's id (`name`). `body` is the answer's JSON."""
+        """Store the items of an answer of a key under the answer's id (`name`). `body` is the answer's JSON.
+
+        The oldest answers above the limits are deleted. Items that are larger than a limit are not stored.
+        """
         output = msgspec.json.decode(body, type=_Output).output
         self._answers.put(key, name, build_stored_response(bytes(output), ()))
 

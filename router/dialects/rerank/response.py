@@ -29,7 +29,7 @@ COHERE = DialectStyle(encode_cohere_error)
 def encode_rerank(
     spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None, *, with_documents: bool
 ) -> bytes:
-    """Encode the answer of `/v1/rerank` with the `top_n` best results (None: all).
+    """Encode the answer of `/v1/rerank` with the `top_n` best results (None: all), the highest score first.
 
     With `with_documents`, each result has the text of its document.
     """
@@ -46,7 +46,7 @@ def encode_rerank(
 
 
 def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None) -> bytes:
-    """Encode the answer of `/v2/rerank` with the `top_n` best results (None: all)."""
+    """Encode the answer of `/v2/rerank` with the `top_n` best results (None: all), the highest score first."""
     meta = {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": -(-len(answer.vectors) // DOCUMENTS_PER_UNIT)},

@@ -164,9 +164,10 @@ def convert_response_format(spec: ResponseFormat | None, name: str = "response_f
 
 
 def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
-    """Convert a JSON schema to a grammar, or return a 400 problem. `name` is its field in the body, for errors.
+    """Convert a JSON schema to a grammar. `name` is its field in the body, for errors.
 
-    Without a schema, any JSON object is allowed.
+    Without a schema, any JSON object is allowed. Return a 400 problem above `MAX_GRAMMAR_BYTES` or `MAX_JSON_DEPTH`, or
+    for a number that is not finite. The schema itself is checked by the node.
     """
     if schema is None:
         return GrammarSpec(GrammarKind.JSON_OBJECT)

@@ -37,6 +37,7 @@ class _UnusableError(ValueError):
 def read_object(body: bytes, max_values: int = MAX_VALUES, repaired: frozenset[str] = frozenset()) -> Body | Problem:
     """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason.
 
+    At most `MAX_TEXTS` strings are allowed as well.
     In the texts of the fields `repaired`, half of a surrogate pair becomes U+FFFD. Elsewhere it is refused.
     """
     refused = _check_width(body) or _check_counts(body, max_values)

@@ -72,7 +72,8 @@ class Logprobs(msgspec.Struct, gc=False):
 def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """Convert log probabilities to OpenAI's shape, with at most `top` alternatives per token.
 
-    A token may be a part of a character: `bytes` is exact, `token` is its printable form.
+    A token may be a part of a character: `bytes` is exact, `token` is its printable form. Both end after
+    `MAX_TOKEN_BYTES` bytes. A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
     """
     return Logprobs(
         encoded_list(

@@ -30,13 +30,19 @@ def extract_member(part: Body, kind: str) -> Body:
 
 
 def convert_to_responses(tool: object) -> object:
-    """Return a function or custom tool in the shape of `/v1/responses`; any other value unchanged."""
+    """Return a function or custom tool in the shape of `/v1/responses`; any other value unchanged.
+
+    A tool without a type, or with Anthropic's `input_schema`, is a function.
+    """
     typed = _complete_type(tool)
     return tool if typed is None else _rename(extract_member(typed, typed["type"]), "input_schema", "parameters")
 
 
 def convert_to_chat(tool: object) -> object:
-    """Return a function or custom tool in the shape of chats; any other value unchanged."""
+    """Return a function or custom tool in the shape of chats; any other value unchanged.
+
+    A tool without a type, or with Anthropic's `input_schema`, is a function.
+    """
     typed = _complete_type(tool)
     if typed is None or typed["type"] in typed or "name" not in typed:
         return tool if typed is None else typed

@@ -41,14 +41,18 @@ class UpstreamGate:
         return self._labels[name]
 
     def find_obstacle(self, name: str) -> str:
-        """Return why an upstream takes no request now; empty if it takes requests."""
+        """Return why an upstream takes no request now, with its last failure; empty if it takes requests.
+
+        With a half-open breaker, it takes one request as the probe.
+        """
         state = self._breakers.get_state(name, self._clock())
         if state is None or state.state == "half open":
             return ""
         return f"not asked after failures in a row, the last one: {state.why}"
 
     def record_request(self, name: str, number: int) -> None:
-        """Record that the request `number` was passed on to the upstream `name`."""
+        """Record that the request `number` was passed on to the upstream `name`. If the breaker of the upstream is half
+        open, the request is the probe."""
         self._breakers.record_attempt(name, number, self._clock())
 
     def end_request(self, request: ActiveRequest, outcome: Outcome) -> None:
@@ -62,7 +66,8 @@ class UpstreamGate:
         """Record the end of request `number` at the upstream `name`, with its prompt and generated tokens.
 
         `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the message of a failure that
-        counts as a fault of the upstream; empty for any other end.
+        counts as a fault of the upstream; empty for any other end. A fault may open the upstream's breaker; the
+        outcome `ok` clears its faults, or closes it if the request was the probe.
         """
         self._counters.count_upstream(name, outcome, prompt, completion)
         if fault:

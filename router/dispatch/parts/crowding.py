@@ -26,7 +26,8 @@ class CrowdRules:
         self._load.add(request.weighted_key, request.estimated_tokens)
 
     def remove(self, request: ActiveRequest) -> None:
-        """Subtract the expected tokens of a closed request from those of its key."""
+        """Subtract the expected tokens of a closed request from those of its key. Raise `KeyError` if the key has no
+        open request."""
         self._load.drop(request.weighted_key, request.estimated_tokens)
 
     def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:

@@ -117,7 +117,10 @@ class Intake:
         return AliasCandidates(target.alias, target.candidates, target.upstream, forbidden)
 
     def resolve_model_name(self, model: str, limits: KeyLimits) -> ModelTarget | Refused:
-        """Return the target of a name, or its refusal (`ModelNames.resolve`)."""
+        """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
+
+        An unknown name is returned unchanged, as the only candidate (`ModelNames.resolve`).
+        """
         return self.names.resolve(model, self._placer.view, limits)
 
     def apply_profile_to_count(self, request: CountTokens, target: ModelTarget) -> CountTokens:

@@ -150,7 +150,8 @@ class Placer:
         return self.record(request, result)
 
     def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
-        """Record a decision for later explanation, and return it."""
+        """Record a decision for later explanation, and return it. At most `decision_log.MAX_CANDIDATES_KEPT` candidates
+        are stored."""
         spec, nodes = request.spec, len(self.view.nodes)
         self._history.record_decision(self._clock(), spec.request_id, spec.key, request.demand, result, nodes)
         return result
@@ -186,7 +187,10 @@ class Placer:
     # questions without a request
 
     def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Compute the placement of a demand now, without a reservation and without sending."""
+        """Compute the placement of a demand now, without a reservation, a record or sending.
+
+        A model with several versions is placed in its served version only.
+        """
         now = self._clock()
         return place(
             self.mark_failing_nodes(self.view, now),
@@ -201,9 +205,10 @@ class Placer:
         )
 
     def choose_load_node(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
-        """Return the node that should load a model, or the refusal if there is none.
+        """Return the node that should load a model, or the refusal if there is none. Nothing is reserved.
 
-        `tried` are the nodes that have refused the load, with their refusals.
+        `tried` are the nodes that have refused the load, with their refusals; they are excluded. Only the served
+        version of the model is loaded. `LoadPlacement.loaded`: the node has the model loaded already.
         """
         now = self._clock()
         return choose_load_node(
@@ -219,7 +224,10 @@ class Placer:
         )
 
     def find_unavailable_refusal(self, node: NodeView) -> Refused | None:
-        """Return the refusal of a node that takes no request now; None if the node takes requests."""
+        """Return the refusal of a node that takes no request now; None if the node takes requests.
+
+        Reasons are its state, a cordon or drain, a late report, and its engine. The refusal may be retried after 2 s.
+        """
         why, code = find_unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 

@@ -152,8 +152,9 @@ class UpstreamClient:
         """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
 
         `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for any other status
-        or type, for a compressed answer, and for every failure of the connection. At the end of the block, wait at most
-        `REST_SECONDS` for bytes that were not read.
+        or type, for a compressed answer, and for every failure of the connection. That includes `connect_seconds`
+        without a connection or a free place, and `idle_seconds` (without `stream`: `total_seconds`) without bytes. At
+        the end of the block, wait at most `REST_SECONDS` for bytes that were not read.
         """
         settings = self.settings
         idle = settings.idle_seconds if stream else settings.total_seconds

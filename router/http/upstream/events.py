@@ -46,14 +46,14 @@ class EventReader:
 
     def _read_line(self, line: bytes) -> bytes | None:
         """Read one line. Return the data of the event that it ends, empty data for a comment, and None for any other
-        line."""
+        line. Raise `UpstreamStreamError` for a line that exceeds the limit, also together with the data before it."""
+        if self._size + len(line) > MAX_EVENT_BYTES:
+            raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
         if line.startswith(b":"):
             return b""
         if line.startswith(b"data:"):
             self._data.append(line[5:].removeprefix(b" "))
             self._size += len(line)
-            if self._size > MAX_EVENT_BYTES:
-                raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
         if line or not self._data:
             return None
         data = b"\n".join(self._data)

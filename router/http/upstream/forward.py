@@ -63,7 +63,9 @@ class UpstreamForwarder:
     async def forward(self, exchange: Exchange, request: ActiveRequest, body: bytes) -> None:
         """Pass a request with this body on to its upstream, and answer the client.
 
-        The request ends here, or earlier because its client left or the coordinator stops.
+        The request ends here, or earlier because its client left or the coordinator stops. An upstream that fails, or
+        takes more than `total_seconds`, ends it with an error. A cancellation of this call ends the
+        request to the upstream.
         """
         client, settings = self._clients[request.answer.upstream], self._settings
         headers = _build_headers(exchange, request, client.name)

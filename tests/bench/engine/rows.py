@@ -9,7 +9,6 @@ import asyncio
 import json
 import logging
 import math
-import os
 import statistics
 import subprocess
 import sys
@@ -52,7 +51,6 @@ ITL_ROUNDS = 1
 LOGS_SHOWN = 2000
 CANCELS = 4
 MIB = 1024 * 1024
-THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,6 @@ def one_node(folder: Path, more: Path | None = None, *names: str) -> Iterator[tu
 
     `more` is a folder of further models, of which `names` are loaded as well.
     """
-    os.environ |= THREADS
     with pool(folder) as made:
         made.up()
         name = model().name
@@ -459,7 +456,6 @@ def bench_torture(folder: Path) -> list[Row]:
     name = "torture: cap = rest + {} MiB"
     if missing():
         return [not_measured(name.format(room), "0 over", missing()) for room in ROOMS]
-    os.environ |= THREADS
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torture.lay_out(folder)
     rest, costs = asyncio.run(torture.alone(folder))
@@ -503,7 +499,6 @@ def bench_steady(folder: Path) -> list[Row]:
     name, target = f"steady state: {STEADY_COUNT} unique prompts near the limit", "0 refused, 0 over, 0 restarts"
     if missing():
         return [not_measured(name, target, missing())]
-    os.environ |= THREADS
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     torture.lay_out(folder)
     rest, _ = asyncio.run(torture.alone(folder))

@@ -14,13 +14,21 @@ import pytest
 
 from node.memory.sensor import list_group_members
 from node.video.leases import LeasePhase
-from tests.support.processes import get_ray_ports, gone, until
+from tests.support.processes import SHORT_FOLDER, get_ray_ports, gone, until
 from tests.support.video.standin import standin
 from tests.support.video.studio import LONG, Node, flat
 from wire.frames import Frame, LeaseGranted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 PORTS = get_ray_ports(1)
+
+
+def settings(folder: Path, ports: int) -> dict[str, object]:
+    return {
+        "worker__environments": str(standin(folder).environments),
+        "worker__ray_ports": ports,
+        "worker__ray_folder": f"{SHORT_FOLDER.name}/ray",
+    }
 
 
 def drivers(node: Node) -> list[psutil.Process]:
@@ -35,7 +43,7 @@ def drivers(node: Node) -> list[psutil.Process]:
 async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS}
+    stand = settings(tmp_path, PORTS)
     node = Node(tmp_path / "node", flat(**stand), attends=False)
     ray = node.studio.ray
     try:
@@ -103,7 +111,16 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
 
 
 def nobody_else_reaches_ray(family: list[psutil.Process]) -> None:
-    """Check that every socket of these processes is on loopback, and that none answers at an address of the LAN."""
+    """Check that all sockets are on loopback and none answers at an address of the LAN, and that logs and sockets are
+    private."""
+    sessions = {
+        Path(word.partition("=")[2])
+        for process in family
+        for word in process.cmdline()
+        if word.startswith(("--session-dir=", "--session_dir="))
+    }
+    assert sessions
+    assert all(any(not folder.stat().st_mode & 0o077 for folder in session.parents) for session in sessions)
     for process in family:
         with suppress(psutil.NoSuchProcess):
             for one in process.net_connections("tcp"):
@@ -168,7 +185,7 @@ async def test_ray_ends_with_its_life_line(tmp_path: Path):
     - `tests/unit/node/video/ray/test_ray_child.py::test_ray_gets_the_arguments_and_sigterm_at_the_end_of_stdin`
     - `tests/e2e/video/test_ray.py::test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed`
     """
-    stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS + 200}
+    stand = settings(tmp_path, PORTS + 200)
     node = Node(tmp_path / "node", flat(**stand), attends=False)
     ray = node.studio.ray
     try:

@@ -44,6 +44,7 @@ def trust_ca(
     Without URL, the endpoint is that of the coordinator that commands use. The authority can certify `.local` names,
     `localhost`, the names of `http.allowed_hosts`, and addresses. Run the command on every machine with a client.
     Programs with their own list of authorities (Python, Node, Bun) also need the variables that `cluster env` prints.
+    The endpoint must answer, also with --remove.
     """
     base = parse_base_url(endpoint) if endpoint else session.get_url_and_key()[0]
     pem = fetch_authority(base)

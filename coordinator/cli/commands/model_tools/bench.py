@@ -29,9 +29,15 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     Measure on each linked node that can load the model. Send prompts of 512 and 2,048 tokens with answers of 128
     tokens: first one request, then four at once. The requests have low priority. Stored results of the same model
     version, node and software are replaced.
+
+    With --show, print the stored speeds of MODEL, or of all models; --node limits them. Exit code: 6 if a node was not
+    measured.
     """
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))
+        if nodes:
+            stored = answer["benchmarks"]
+            answer["benchmarks"] = [row for row in stored if {row["node"]["name"], row["node"]["id"]} & set(nodes)]
         session.print_answer(answer, _print_benchmarks)
         return
     if name is None:

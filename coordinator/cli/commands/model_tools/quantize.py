@@ -107,7 +107,10 @@ def describe(row: dict[str, Any]) -> str:
 @model.group("quantizations", cls=CommandGroup, invoke_without_command=True)
 @session_options
 def quantizations(session: ApiSession) -> None:
-    """List or cancel quantizations."""
+    """List or cancel quantizations.
+
+    Without a command, list all open and the newest 50 ended quantizations.
+    """
     if click.get_current_context().invoked_subcommand is None:
         session.print_answer(session.request_json("GET", _PATH), _print_quantizations)
 
@@ -127,6 +130,9 @@ def _print_quantizations(answer: dict[str, Any]) -> None:
 @click.argument("quantization", metavar="ID")
 @session_options
 def cancel_quantization(session: ApiSession, quantization: str) -> None:
-    """Cancel a quantization. Its incomplete result is deleted."""
+    """Order the node to cancel a quantization. Its incomplete result is deleted.
+
+    The end is not awaited. Fail if the quantization has ended or its node is not linked.
+    """
     answer = session.request_json("DELETE", f"{_PATH}/{quote(quantization, safe='')}")
     session.print_answer(answer, lambda answer: click.echo(f"{answer['quantization']['id']} is being cancelled"))

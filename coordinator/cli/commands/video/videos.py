@@ -34,7 +34,7 @@ def video() -> None:
 @click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="Number of newest videos.")
 @session_options
 def list_videos(session: ApiSession, last: int) -> None:
-    """List the newest videos."""
+    """List the newest videos. Only an administrator's key lists those of other keys."""
     session.print_answer({"schema": 1, **session.request_json("GET", f"/v1/videos?limit={last}")}, _print_list)
 
 
@@ -95,7 +95,7 @@ def _print_video(video: dict[str, Any]) -> None:
 @click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
 @session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
-    """Create a video from PROMPT.
+    """Create a video from PROMPT, and print its id. The end is awaited only with --wait or --output-file.
 
     Exit code: 6 if the command waited for the video and the video failed.
     """
@@ -116,7 +116,7 @@ def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_fil
 @click.argument("video")
 @session_options
 def cancel(session: ApiSession, video: str) -> None:
-    """Cancel a video and free its memory."""
+    """Cancel a video and free its memory. A video that has ended stays as it is."""
     answer = session.request_json("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
     session.print_answer({"schema": 1, **answer}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
 
@@ -143,7 +143,7 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 @click.option("--thumbnail", is_flag=True, help="Write the thumbnail instead.")
 @session_options
 def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bool) -> None:
-    """Write a finished video into a file."""
+    """Write a complete video into a file. An existing file is replaced once the download is complete."""
     variant = "thumbnail" if thumbnail else "video"
     file = output_file or Path(f"{Path(video).name}.{'webp' if thumbnail else 'mp4'}")
     size = _download(session, video, file, variant)
@@ -320,7 +320,7 @@ def _count_pixels(size: str) -> int:
 def fetch_video_models(session: ApiSession) -> dict[str, Any]:
     """Return the answer of `/api/v1/videos/models`: video models and their memory profiles.
 
-    Raise `CommandError` if no node has a video model.
+    Raise `CommandError` if no node has a video model, and the errors of `ApiSession.request_json`.
     """
     answer = session.request_json("GET", "/api/v1/videos/models")
     if not answer["models"]:

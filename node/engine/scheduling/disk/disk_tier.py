@@ -199,8 +199,9 @@ class DiskTier:
 
     def clear(self, fingerprint: str) -> None:
         """Delete the files of the model with this fingerprint, or of all models if it is empty, also if the disk cache
-        is off. Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the
-        folder."""
+        is off. Parts that wait to be written are dropped, also those of other models. Wait at most
+        `DISCARD_SECONDS` for a file that is being written. Raise `OSError` if files cannot be deleted,
+        `BlockingIOError` if another process writes to the folder."""
         if self.cache is not None:
             self.cache.clear(fingerprint)
         elif self._folder is not None:

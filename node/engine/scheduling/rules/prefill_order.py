@@ -50,7 +50,8 @@ def count_started_rows(queue: Sequence[QueuedPrompt]) -> int:
 def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
     """Yield the prompts that have not started, in the order in which they get rows.
 
-    `decoding` are the decoding rows of each API key.
+    Begun answers come first, then the oldest prompt of the API key with the fewest rows divided by its weight. A key's
+    rows are those of `decoding`, of its started prompts, and of the prompts that were yielded.
     """
     taken, waiting = dict(decoding), list[P]()
     for prompt in queue:

@@ -176,6 +176,17 @@ def test_interrupted_command_prints_stopped(monkeypatch: pytest.MonkeyPatch):
     assert done.stderr.splitlines()[-1] == "stopped"
 
 
+def test_second_interrupt_while_the_first_is_handled_prints_no_traceback(monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(click, "echo", interrupt)
+    monkeypatch.setattr(sys, "argv", ["cluster", "no-such-command"])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 130
+
+
 # names and questions
 
 
@@ -308,6 +319,11 @@ def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
     done = alone("login", "http://127.0.0.1:1", "--key-file", "-", "--state", str(tmp_path), input="mp_a_b")
     assert done.exit_code == 6
+
+
+def test_doctor_lists_its_checks_as_json():
+    listed = json.loads(alone("doctor", "--list", "-o", "json").output)["checks"]
+    assert [f"{check['id']:<14} {check['title']}" for check in listed] == alone("doctor", "--list").output.splitlines()
 
 
 def test_command_lists_have_no_truncated_summary():

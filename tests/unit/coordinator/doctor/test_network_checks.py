@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from coordinator.doctor import network_checks as checks
 from coordinator.doctor.finding import Finding
 from coordinator.doctor.host_probe import HostProbe
+from host.local_names import list_addresses
 from tests.support.pretended_mac import pretended
 
 DAY = 86400.0
@@ -133,7 +135,7 @@ class Altering(socket.socket):
 
 
 def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("224.0.0.251", free_port()))
+    monkeypatch.setattr(checks, "BONJOUR_PORT", free_port())
     heard = checks.check_bonjour(pretended(tmp_path))
     assert heard.result in ("ok", "warn")
     if heard.result == "ok":
@@ -146,9 +148,20 @@ def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path
             patch.setattr("socket.socket", Altering)
             assert checks.check_bonjour(pretended(tmp_path)).result == "warn", "only another query returns"
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
-    monkeypatch.setattr(checks, "BONJOUR_GROUP", ("127.0.0.1", free_port()))
+    monkeypatch.setitem(checks.BONJOUR_GROUPS, socket.AF_INET, "127.0.0.1")
     found = checks.check_bonjour(pretended(tmp_path))
     assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
+
+
+def test_check_bonjour_uses_ipv6_where_no_address_is_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    addresses = [address for address in list_addresses() if ":" in address]
+    if not addresses:
+        pytest.skip("this machine has no IPv6 address on a network")
+    monkeypatch.setattr(checks, "BONJOUR_PORT", free_port())
+    monkeypatch.setitem(checks.BONJOUR_GROUPS, socket.AF_INET, "127.0.0.1")
+    here = pretended(tmp_path)
+    assert checks.check_bonjour(replace(here, list_addresses=lambda: addresses)).result == "ok"
+    assert checks.check_bonjour(replace(here, list_addresses=lambda: [*addresses, "10.0.0.2"])).result == "warn"
 
 
 @pytest.mark.parametrize(

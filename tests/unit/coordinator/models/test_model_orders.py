@@ -34,7 +34,7 @@ async def test_the_number_of_open_orders_is_bounded_and_an_end_makes_room() -> N
     tasks = [await one.start(A) for _ in range(MAX_OPEN_ORDERS)]
     assert len(one.sent) == MAX_OPEN_ORDERS
     refused = await one.orders.run(VerifyModel, A, "pub/model")
-    assert (refused.code, len(one.sent)) == (ModelOrderCode.FAILED, MAX_OPEN_ORDERS)
+    assert (refused.code, len(one.sent)) == (ModelOrderCode.RATE_LIMITED, MAX_OPEN_ORDERS)
     assert "64 orders about model files are open" in refused.message
     one.orders.handle_frame(A, ModelOrderEnded(1, ModelOrderCode.COMPLETED))
     assert (await tasks[0]).code == ModelOrderCode.COMPLETED

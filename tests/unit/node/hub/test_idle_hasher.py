@@ -1,8 +1,11 @@
 """Hashing of models while a node is idle: the folders that are searched, and the time between two searches."""
 
 import asyncio
+import errno
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -94,6 +97,26 @@ async def test_the_next_search_waits_after_one_without_a_result(tmp_path: Path):
     checks = node.checks
     await asyncio.sleep(0.05)
     assert node.checks == checks, "a stopped hasher checks nothing"
+
+
+async def test_a_folder_that_is_lost_during_a_search_does_not_end_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    node = Node(tmp_path)
+    folder, list_folder, lost = node.add_model(), os.scandir, list[object]()
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(str(path)) == folder and not lost:
+            lost.append(path)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    node.hasher.start()
+    await asyncio.wait_for(node.hashed.wait(), 30)
+    assert find_content(folder, node.store)
+    assert lost or sys.version_info >= (3, 13), "later versions of pathlib ignore the error"
+    await node.hasher.stop()
 
 
 async def test_a_model_that_could_not_be_hashed_is_found_again_when_its_files_change(tmp_path: Path):

@@ -29,7 +29,7 @@ def test_the_longest_choice_counts_for_a_resume_and_all_count_as_generated():
     assert (tokens.longest, tokens.total) == (2, 8), "tokens of an upstream have no ids"
 
 
-@pytest.mark.parametrize(("limit", "most"), [(2, 2), (None, MAX_KNOWN_TOKENS)])
+@pytest.mark.parametrize(("limit", "most"), [(2, 2), (None, MAX_KNOWN_TOKENS), (10**7, MAX_KNOWN_TOKENS)])
 def test_ids_beyond_the_limit_of_a_choice_are_discarded_and_stay_counted(limit: int | None, most: int):
     tokens = GeneratedTokens(2, limit)
     tokens.ids[1] += [7] * most

@@ -258,3 +258,14 @@ def test_rm_deletes_an_incomplete_download_on_a_named_node(server: Server):
     done = server.run("model", "rm", "a/c", "--yes")
     assert done.exit_code == NOT_FOUND
     assert "no copy of a/c to delete; name the node of an incomplete download with --node" in done.stderr
+
+
+def test_bench_shows_the_stored_speeds_of_the_named_nodes_only(server: Server):
+    rows = [
+        {"model": "a/b", "node": {"id": f"n-{name}", "name": name}, "measured": 0, "max_prompt": 4096, "runs": []}
+        for name in ("studio", "mini", "air")
+    ]
+    server.answer = {"schema": 1, "benchmarks": rows}
+    shown = server.run("model", "bench", "--show", "--node", "mini", "--node", "n-air", "-o", "json").output
+    assert [row["node"]["name"] for row in json.loads(shown)["benchmarks"]] == ["mini", "air"]
+    assert "a/b on studio" in server.run("model", "bench", "--show").output

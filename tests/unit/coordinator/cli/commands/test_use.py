@@ -25,3 +25,9 @@ def test_up_with_settings_that_are_not_utf8_is_a_clear_error(tmp_path: Path) -> 
     assert done.exit_code == 2
     assert "config.toml: " in done.output
     assert "utf-8" in done.output
+
+
+def test_explain_refuses_an_id_with_export(tmp_path: Path) -> None:
+    file = tmp_path / "decisions"
+    done = CliRunner().invoke(cluster, ["explain", "chat-1", "--export", str(file), "--state", str(tmp_path)])
+    assert (done.exit_code, "leave out either ID or --export" in done.output, file.exists()) == (2, True, False)

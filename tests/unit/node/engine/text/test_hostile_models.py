@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from node.engine.process.interface import NativeCallKind
 from node.engine.text import chat_template, tokenizer, tokenizer_loader
 from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError
-from node.engine.text.tokenizer_trial import TokenizerTrials
+from node.engine.text.tokenizer_trial import FILE, TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support.engine import vocabulary
 from tests.support.engine.text_engine import Driver
@@ -68,6 +69,12 @@ def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
     shutil.rmtree(model)
     trials.run(model, "f1", 1000)
     TokenizerTrials(tmp_path / "kept").run(model, "f1", 1000)
+    results = tmp_path / "kept" / FILE
+    stored = json.loads(results.read_text())
+    assert f"transformers {version('transformers')}" in stored["versions"]
+    for former in (stored | {"versions": stored["versions"].replace("transformers", "transformers 1.")}, ["f1"]):
+        results.write_text(json.dumps(former))
+        assert TokenizerTrials(tmp_path / "kept").compute_need_bytes("f1", 1000) > 0, "other versions are tried"
 
 
 @pytest.mark.slow

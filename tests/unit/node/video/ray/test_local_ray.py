@@ -46,8 +46,11 @@ class ObservedRay(LocalRay):
 
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservedRay:
-    program = "import sys; print('Ray runtime started', flush=True); sys.stdin.read()"
-    monkeypatch.setattr(local_ray, "build_command", lambda *_: [sys.executable, "-c", program])
+    program = """import os, sys
+os.chmod(sys.argv[1], 0o777)  # as Ray does
+print("Ray runtime started", flush=True)
+sys.stdin.read()"""
+    monkeypatch.setattr(local_ray, "build_command", lambda _, own, __: [sys.executable, "-c", program, str(own)])
 
     def no_driver(self: local_ray.DriverProcess, address: str, variables: Mapping[str, str]) -> None:
         return
@@ -113,6 +116,7 @@ async def test_each_start_has_a_new_token_in_a_private_file(one: ObservedRay, tm
     node = await changed(one, None)
     token = tmp_path / "files" / "token"
     assert token.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "ray").stat().st_mode & 0o777 == 0o700
     first = token.read_text()
     one.set_allowed(on=False)
     await changed(one, node)

@@ -104,6 +104,8 @@ def test_feed_refuses_a_large_event_that_arrives_at_once():
     assert len(EventReader().feed(line + b"\n" + line + b"\n")) == 2
     with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
         EventReader().feed(line + line + b"\n")
+    with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
+        EventReader().feed(b"id: " + b"x" * MAX_EVENT_BYTES + b"\n\n")
 
 
 def test_objects_and_their_choices_are_returned():
