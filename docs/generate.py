@@ -308,7 +308,7 @@ def main() -> int:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or file.read_text() != page:
             file.write_text(page)
-            print(f"docs/{name} is new")
+            print(f"wrote {file.resolve().relative_to(HERE.resolve().parent)}")
     return 0
 
 

@@ -19,6 +19,8 @@ RESERVED = "latest"
 """Name that no profile may have, because Ollama's clients add it to names of models."""
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 """Parameters of `GenerationParams` whose values do not show whether the request sets them: see `set_penalties`."""
+SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
+"""Parameters of sampling that a profile may set."""
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -46,7 +48,7 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         default of the dialect, which the profile overrides.
         """
         defaults: dict[str, object] = {}
-        for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", *PENALTIES):
+        for name in (*SAMPLING_DEFAULTS, "max_tokens"):
             value = getattr(self, name)
             is_set = name in set_penalties if name in PENALTIES else getattr(params, name) is not None
             if name == "max_tokens" and default_limit:

@@ -46,9 +46,10 @@ def load(name: str) -> tuple[Scenario, Path]:
 def select_policies(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
     """Return the names of the policies to run, the clairvoyant first: the chosen ones, else the scenario's, else all.
 
+    A name may have underscores in place of hyphens, as in the setting `router.policy`.
     Raise `ScenarioError` for an unknown policy.
     """
-    wanted = list(chosen or scenario.policies or NAMES)
+    wanted = [name.replace("_", "-") for name in chosen or scenario.policies or NAMES]
     unknown = [name for name in wanted if name not in NAMES and name != CLAIRVOYANT]
     if unknown:
         raise ScenarioError(f"there is no policy {unknown[0]!r}; there are {', '.join(NAMES)}")

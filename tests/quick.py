@@ -2,8 +2,9 @@
 
 Compared with HEAD, or with the commit before it if the working tree is clean; another commit: `python -m tests.quick
 main`. Checked are the format and the import rules of the repository, and of the changed files the style and the types.
-Tests that run: changed test modules, the unit and contract tests that import a changed module, and those of the
-structure. Tests marked `slow` or `hosts` do not run.
+Tests that run: changed test modules, the unit and contract tests that import a changed module, and those in `ALWAYS`.
+For a changed module without a test module of its name, the tests of its folder run as well. Tests marked `slow` or
+`hosts` do not run.
 
 With `--types`, check only the types of the packages, and of tests that differ from the commit in
 `tests/neuter/verified` or import a module that does. The check of all tests takes as much CPU time as that of the
@@ -18,11 +19,19 @@ from pathlib import Path
 from tests.neuter.changes import VERIFIED, git
 
 ROOT = Path(__file__).parents[1]
-IMPORTED = ("coordinator", "host", "node", "router", "simulation", "tests/support", "wire")
+IMPORTED = ("coordinator", "dashboards", "deploy", "host", "node", "router", "simulation", "tests/support", "wire")
 """Folders whose modules tests import."""
 TESTS = ("tests/unit", "tests/contract")
 """Folders whose tests run if they import a changed module."""
-ALWAYS = ("tests/test_architecture.py", "tests/test_structure.py", "tests/contract/test_conventions.py")
+ALWAYS = (
+    "tests/test_architecture.py",
+    "tests/test_docs.py",
+    "tests/test_routes.py",
+    "tests/test_structure.py",
+    "tests/contract/test_conventions.py",
+    "tests/neuter/test_guards.py::test_every_guard_changes_its_module",
+    "tests/neuter/test_guards.py::test_every_guard_names_tests_that_exist",
+)
 STYLED = (".py", ".md", ".js", ".html")
 PACKAGES = ("coordinator", "host", "node", "router", "simulation", "wire", "dashboards", "deploy", "docs")
 """Folders whose types are always checked."""
@@ -43,24 +52,44 @@ def _run_git(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def choose_tests(changed: Iterable[str], tests: Iterable[str], sources: Sequence[str] | None = None) -> list[str]:
-    """Return the test modules for changed paths: changed ones, and those of `tests` that import a changed module.
+def choose_tests(changed: Sequence[str], tests: Sequence[str], sources: Sequence[str] | None = None) -> list[str]:
+    """Return the test modules for changed paths: those of `choose_importing`, `ALWAYS`, and whole folders.
+
+    For a changed module without a test module of its name, all tests in the folder of its tests are chosen.
+    `sources` has the texts of `tests`; None: they are read from the repository.
+    """
+    folders = {folder for name in changed if name.endswith(".py") and (folder := find_test_folder(name, tests))}
+    in_folders = {path for path in tests if path.rpartition("/")[0] in folders}
+    return sorted({*choose_importing(changed, tests, sources), *in_folders, *ALWAYS})
+
+
+def find_test_folder(name: str, tests: Iterable[str]) -> str:
+    """Return the nearest folder of unit tests for a module; empty if a test module has its name, or without folder."""
+    module = Path(name)
+    if not name.startswith(IMPORTED) or f"tests/unit/{module.with_name('test_' + module.name)}" in tests:
+        return ""
+    known = {path.rpartition("/")[0] for path in tests}
+    above = (f"tests/unit/{folder}" for folder in module.parents if folder.name)
+    return next((folder for folder in above if folder in known), "")
+
+
+def choose_importing(changed: Iterable[str], tests: Sequence[str], sources: Sequence[str] | None = None) -> set[str]:
+    """Return the changed test modules, and those of `tests` that import a changed module.
 
     `sources` has the texts of `tests`; None: they are read from the repository.
     """
-    paths = list(tests)
     if sources is None:
-        sources = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
+        sources = [(ROOT / path).read_text(encoding="utf-8") for path in tests]
     modules = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in changed
         if name.endswith(".py") and name.startswith(IMPORTED)
     ]
     chosen = {name for name in changed if name.startswith("tests/") and Path(name).match("test_*.py")}
-    for path, source in zip(paths, sources, strict=True):
+    for path, source in zip(tests, sources, strict=True):
         if any(f"from {module} import" in source or f"import {module}\n" in source for module in modules):
             chosen.add(path)
-    return sorted({*chosen, *ALWAYS})
+    return chosen
 
 
 def choose_typed(
@@ -75,7 +104,7 @@ def choose_typed(
     """
     if changed is None:
         return []
-    importing = {*choose_tests(changed, tests, sources)} - {*ALWAYS}
+    importing = choose_importing(changed, tests, sources) - {*ALWAYS}
     own = {name for name in changed if name.startswith("tests/") and name.endswith(".py")}
     return [*PACKAGES, *sorted(importing | own)]
 

@@ -55,6 +55,17 @@ def test_every_setting_has_a_meaning(kind: type):
     assert [setting.key for setting in list_settings(kind) if len(setting.description) < 10] == []
 
 
+def test_every_setting_is_read():
+    """A setting whose name is no attribute in the code has no effect. Modules of settings also name keys in texts."""
+    read = set[str]()
+    for path in (path for package in ("coordinator", "node", "router") for path in (ROOT / package).rglob("*.py")):
+        pattern = r"\bself\.(\w+)" if "settings" in (path.stem, path.parent.name) else r"\.([a-z]\w*)\b"
+        read.update(re.findall(pattern, path.read_text()))
+    settings = [setting.key for kind in (CoordinatorSettings, NodeSettings) for setting in list_settings(kind)]
+    unread = [key for key in settings if key.split(".")[-1] not in read]
+    assert unread == [], "no code reads these settings: use or remove them"
+
+
 def test_each_section_belongs_to_one_process():
     coordinators = {setting.key.split(".")[0] for setting in list_settings(CoordinatorSettings)}
     assert not coordinators & SECTIONS

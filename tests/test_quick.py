@@ -21,12 +21,13 @@ SOURCES = (
     [
         (["wire/units.py"], [TESTS[0]]),
         (["node/run.py", "docs/cli.md"], [TESTS[1]]),
-        (["wire/link/endpoint.py", "wire/unit.py"], [TESTS[2]]),
+        (["wire/link/endpoint.py", "wire/unit.py"], [TESTS[0], TESTS[2]]),
         (["tests/e2e/test_pool.py", "tests/support/processes.py"], ["tests/e2e/test_pool.py", TESTS[2]]),
+        (["wire/frames/session.py", "host/files.py"], [TESTS[0]]),
         ([], []),
     ],
 )
-def test_choose_tests_takes_changed_tests_and_those_that_import_a_changed_module(
+def test_choose_tests_takes_changed_tests_importing_tests_and_the_folder_of_a_module_without_test(
     changed: list[str], expected: list[str]
 ) -> None:
     assert choose_tests(changed, TESTS, SOURCES) == sorted({*expected, *ALWAYS})

@@ -41,20 +41,29 @@ are TLS contexts, entries of archives and timers. The rest is to move into metho
 """
 
 
-@cache
-def inspect_module(module: str) -> tuple[list[tuple[str, int, int]], int]:
-    """Return name, number of methods and lines of each class of a module, and the number of its foreign writes.
+MAX_POSITIONAL = 6
+POSITIONAL_CALLS = {"coordinator": 21, "host": 0, "node": 26, "router": 21, "simulation": 4, "wire": 2}
+"""Maximum number of calls of classes with more than `MAX_POSITIONAL` positional arguments, which hide an exchange of
+two. It may only fall."""
 
-    A foreign write assigns or deletes an attribute of another object than `self` or `cls`.
+
+@cache
+def inspect_module(module: str) -> tuple[list[tuple[str, int, int]], int, list[str]]:
+    """Return the classes of a module, the number of its foreign writes, and the places of its long positional calls.
+
+    A class has its name, number of methods and lines. A foreign write assigns or deletes an attribute of another object
+    than `self` or `cls`.
     """
-    classes, foreign_writes = list[tuple[str, int, int]](), 0
+    classes, foreign_writes, calls = list[tuple[str, int, int]](), 0, list[str]()
     for part in ast.walk(ast.parse(MODULES[module])):
         if isinstance(part, ast.ClassDef):
             methods = sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in part.body)
             classes.append((f"{module}:{part.name}", methods, (part.end_lineno or part.lineno) - part.lineno + 1))
         elif isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store | ast.Del):
             foreign_writes += not (isinstance(part.value, ast.Name) and part.value.id in ("self", "cls"))
-    return classes, foreign_writes
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Name) and len(part.args) > MAX_POSITIONAL:
+            calls += [f"{module}:{part.lineno}"] if part.func.id.lstrip("_")[:1].isupper() else []
+    return classes, foreign_writes, calls
 
 
 def test_no_class_is_above_a_limit():
@@ -75,3 +84,9 @@ def test_attributes_of_other_objects_are_written_only_where_known(package: str):
         if module.startswith(package + "/") and (number := inspect_module(module)[1])
     }
     assert found == {module: number for module, number in FOREIGN_WRITES.items() if module.startswith(package + "/")}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_structs_with_many_fields_are_built_by_keyword(package: str):
+    calls = [call for module in MODULES if module.startswith(package + "/") for call in inspect_module(module)[2]]
+    assert len(calls) <= POSITIONAL_CALLS[package], f"name the arguments in one of {', '.join(calls)}"

@@ -255,16 +255,16 @@ def _parse_member_row(row: tuple[Any, ...]) -> MemberRow:
     node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
     decoded = msgspec.json.decode(hardware, type=Hardware)
     return MemberRow(
-        NodeId(node),
-        name,
-        machine,
-        decoded,
-        serial,
-        joined,
-        bool(cordoned),
-        removed,
-        tuple(labels.split()),
-        bool(video),
+        node=NodeId(node),
+        name=name,
+        machine=machine,
+        hardware=decoded,
+        serial=serial,
+        joined=joined,
+        cordoned=bool(cordoned),
+        removed=removed,
+        labels=tuple(labels.split()),
+        video=bool(video),
     )
 
 

@@ -33,6 +33,18 @@ _INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Models of `_LATENT` that also cache an index, as keys and (empty) values."""
 _STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
+_UNCACHED = frozenset({"mlp", "moe"})
+"""Kinds of layers that keep nothing of a row."""
+_PATTERN = {"*": "full_attention", "M": "mamba", "-": "mlp", "E": "moe"}
+"""Kinds of layers by their marks in `hybrid_override_pattern` (Nemotron-H)."""
+_MAMBA = (
+    ("mamba_num_heads", "mamba_n_heads"),
+    ("mamba_head_dim", "mamba_d_head"),
+    ("ssm_state_size", "mamba_d_state"),
+    ("n_groups", "mamba_n_groups"),
+    ("conv_kernel", "mamba_d_conv"),
+)
+"""Names of the dimensions of a Mamba-2 layer: of Nemotron-H, then of Granite 4."""
 
 
 def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
@@ -142,8 +154,8 @@ def _count_cached_numbers(text: Config) -> int:
 def _estimate_state_bytes(text: Config, number: int) -> int:
     """Return the bytes that one layer without attention keeps of a row, independent of its length.
 
-    That is the end of a convolution, and with a delta net also its memory in full precision. Unknown kinds are
-    estimated by their width.
+    That is the end of a convolution, and with a delta net or Mamba-2 also its memory in full precision. Unknown kinds
+    are estimated by their width.
     """
     hidden, kernel = _to_count(text.get("hidden_size")), _to_count(text.get("conv_L_cache"))
     if kernel:
@@ -156,6 +168,10 @@ def _estimate_state_bytes(text: Config, number: int) -> int:
         key_heads, key, value_heads, value, kernel = sizes
         convolved = 2 * key_heads * key + value_heads * value
         return (kernel - 1) * convolved * number + value_heads * value * key * 4
+    mamba = [max(_to_count(text.get(name)) for name in names) for names in _MAMBA]
+    if all(mamba):
+        heads, size, state, groups, kernel = mamba
+        return (kernel - 1) * (heads * size + 2 * groups * state) * number + heads * size * state * 4
     return hidden * 4 * 4
 
 
@@ -200,12 +216,15 @@ def _get_head_size(text: Config) -> int:
 def _count_layers(text: Config) -> tuple[int, int, int]:
     """Return the numbers of layers with full attention, with a window, and with a state."""
     count = _to_count(text.get("num_hidden_layers"))
-    kinds = text.get("layer_types")
+    marks, kinds = text.get("hybrid_override_pattern"), text.get("layer_types")
+    if isinstance(marks, str):
+        kinds = [_PATTERN.get(mark, mark) for mark in marks]
     if isinstance(kinds, Iterable) and not isinstance(kinds, str):
         names = [str(kind) for kind in cast("Iterable[object]", kinds)]
         states = sum(name in _STATES for name in names)
         windowed = sum(name in _WINDOWS for name in names) if _to_count(text.get("sliding_window")) else 0
-        return len(names) - states - windowed, windowed, states
+        uncached = sum(name in _UNCACHED for name in names)
+        return len(names) - states - windowed - uncached, windowed, states
     pattern = _to_count(text.get("sliding_window_pattern"))
     if pattern and _to_count(text.get("sliding_window")):
         full = count // pattern

@@ -96,14 +96,14 @@ def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> Sa
     """
     penalty = params.repetition_penalty
     return SamplingParameters(
-        defaults.temperature if params.temperature is None else params.temperature,
-        defaults.top_p if params.top_p is None else params.top_p,
-        defaults.top_k if params.top_k is None else params.top_k,
-        defaults.min_p if params.min_p is None else params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        defaults.repetition if penalty == 1 else 1.0 if penalty == NO_REPETITION_PENALTY else penalty,
-        params.logit_bias,
+        temperature=defaults.temperature if params.temperature is None else params.temperature,
+        top_p=defaults.top_p if params.top_p is None else params.top_p,
+        top_k=defaults.top_k if params.top_k is None else params.top_k,
+        min_p=defaults.min_p if params.min_p is None else params.min_p,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=defaults.repetition if penalty == 1 else 1.0 if penalty == NO_REPETITION_PENALTY else penalty,
+        bias=params.logit_bias,
     )
 
 

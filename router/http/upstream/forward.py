@@ -30,7 +30,7 @@ from router.http.upstream.events import (
     parse_object,
     read_usage,
 )
-from router.profiles import PENALTIES, ProfileSettings
+from router.profiles import SAMPLING_DEFAULTS, ProfileSettings
 from router.settings import RouterSettings
 from wire.frames import Finished
 from wire.refusals import FailureCode
@@ -39,7 +39,6 @@ MAX_ANSWER_BYTES = 32 * 1024 * 1024
 """Maximum bytes of an answer that is not streamed."""
 UPSTREAM = b"x-macpool-upstream"
 """Header of the answer with the name of the upstream."""
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
 _COMMENT = b": waiting\n\n"
 _BYTES_PER_TOKEN = 4
 _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
@@ -325,7 +324,7 @@ def _build_body(
 
 def _add_defaults(fields: dict[str, Any], profile: ProfileSettings) -> None:
     """Add the defaults of a profile to the fields of a body that are absent or null."""
-    defaults = {name: getattr(profile, name) for name in _SAMPLING}
+    defaults = {name: getattr(profile, name) for name in SAMPLING_DEFAULTS}
     if _is_absent(fields.get("max_completion_tokens")):
         defaults["max_tokens"] = profile.max_tokens
     for name, value in defaults.items():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.profiles import PENALTIES, ProfileSettings, find_profile_fault
+from router.profiles import PENALTIES, SAMPLING_DEFAULTS, ProfileSettings, find_profile_fault
 from wire.frames import GenerationParams
 
 FULL = ProfileSettings(
@@ -26,6 +26,11 @@ def test_profile_sets_parameters_that_the_request_omits():
     found = FULL.apply_to_params(GenerationParams(seed=7), NONE, default_limit=False)
     assert found == GenerationParams(500, 0.2, 0.9, 7, top_k=40, min_p=0.1, presence_penalty=0.5,
                                      frequency_penalty=0.25, repetition_penalty=1.1)  # fmt: skip
+
+
+def test_every_field_of_a_profile_is_applied():
+    others = {"max_tokens", "chat_template_kwargs", "context_limit"}
+    assert {*SAMPLING_DEFAULTS, *others} == set(ProfileSettings.__struct_fields__)
 
 
 def test_the_request_wins_also_with_a_value_that_is_the_default():

@@ -2,6 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from router.placement.policies import POLICIES
+from simulation.routers import CLAIRVOYANT, NAMES
 from simulation.run import load, select_policies
 from simulation.scenario import ScenarioError, read_scenario
 from simulation.workload import draw_conversations
@@ -92,6 +94,11 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
         load(str(tmp_path / "x.toml"))
     with pytest.raises(ScenarioError, match="no policy 'best'; there are balanced, "):
         select_policies(read_scenario(GOOD), ["best"])
+
+
+def test_select_policies_accepts_the_names_of_the_setting():
+    assert select_policies(read_scenario(GOOD), list(POLICIES)) == [CLAIRVOYANT, *NAMES[: len(POLICIES)]]
+    assert select_policies(read_scenario(GOOD), ["most_headroom"]) == [CLAIRVOYANT, "most-headroom"]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.wire import field_order
 from tests.unit.wire.strategies import structs
 from wire import codec
 from wire.codec import Splitter, WireError, decode, decode_request_number, encode, split_into_fragments
@@ -215,6 +216,14 @@ def test_the_bytes_of_protocol_1_are_frozen() -> None:
         assert type(decoded).__name__ == entry["frame"]
         now, then = msgspec.msgpack.encode(decoded), bytes.fromhex(entry["body"])
         assert begins(msgspec.msgpack.decode(now), msgspec.msgpack.decode(then)), "a field changed or moved"
+
+
+def test_fields_are_only_appended_and_listed() -> None:
+    """Bytes do not show that two fields of one type were exchanged; their names do."""
+    known, now = json.loads(field_order.FILE.read_text()), field_order.list_fields()
+    changed = [name for name, fields in known.items() if now.get(name, [])[: len(fields)] != fields]
+    assert changed == [], "a field was changed, moved or removed, but peers of other versions read fields by position"
+    assert now == known, "list new structures and fields: run `python -m tests.unit.wire.field_order`"
 
 
 def test_one_deltas_frame_carries_a_whole_step() -> None:

@@ -39,7 +39,7 @@ STUDIO: Labels = frozenset({("node", "studio")})
 
 def test_alert_rules_have_scenarios_and_unique_names():
     assert len(NAMED) == len(RULES)
-    assert set(STORIES) == set(NAMED)
+    assert set(STORIES) == set(NAMED), "each rule needs a story in tests/support/scenarios.py, and each story a rule"
 
 
 def test_rules_look_at_metrics_and_labels_that_exist():

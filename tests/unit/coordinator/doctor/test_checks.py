@@ -33,7 +33,8 @@ def test_ids_are_unique_and_plain():
 
 def test_every_id_runs_the_check_of_its_name():
     names = {check.id: check.run.__name__.removeprefix("check_").replace("_", "-") for check in CHECKS}
-    assert names == {name: "log-errors" if name == "errors" else name for name in BY_ID}
+    expected = {name: "log-errors" if name == "errors" else name for name in BY_ID}
+    assert names == expected, "the function of the check `some-id` is called `check_some_id`"
 
 
 def test_a_row_has_every_field_of_its_finding(tmp_path: Path):

@@ -772,6 +772,7 @@ def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
 # Estimates, in bytes
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
+MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_d_conv": 4}
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
@@ -800,6 +801,9 @@ DELTA = {
             {"layer_types": ["mamba"] * 3 + ["full_attention"], **DELTA, "linear_key_head_dim": 0},
             KvParameters(128, 256, 3 * 64 * 4 * 4),
         ),
+        ({"hybrid_override_pattern": "M-*E", **MAMBA}, KvParameters(128, 256, 3 * (32 + 2 * 8) * 2 + 32 * 4 * 4)),
+        ({"hybrid_override_pattern": "M-*E"}, KvParameters(128, 256, 64 * 16)),
+        ({"layer_types": ["mlp", "moe", "attention"]}, KvParameters(128, 256)),
         ({"layer_types": ["sliding_attention", "full_attention"]}, KvParameters(256, 256)),
         ({"layer_types": "full_attention"}, KvParameters(512, 256)),
         ({"sliding_window": 512}, KvParameters(512, 256)),

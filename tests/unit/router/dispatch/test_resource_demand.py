@@ -66,21 +66,28 @@ def test_the_longest_text_decides_the_memory_of_embeddings(
     assert embed.count == len(embed.texts) + len(embed.ids)
 
 
-@pytest.mark.parametrize(
-    ("changes", "tools", "features"),
-    [
-        ({}, "", set()),
-        ({"temperature": 0.5, "top_p": 0.5, "seed": 1}, "", set()),
-        ({"top_k": 1}, "", {SAMPLING}),
-        ({"min_p": 0.1}, "", {SAMPLING}),
-        ({"presence_penalty": 0.1}, "", {SAMPLING}),
-        ({"frequency_penalty": -0.1}, "", {SAMPLING}),
-        ({"repetition_penalty": 1.1}, "", {SAMPLING}),
-        ({"logit_bias": ((1, 2.0),)}, "", {SAMPLING}),
-        ({"logprobs": True}, "", {LOGPROBS}),
-        ({"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")}, "", {GRAMMAR}),
-        ({"logprobs": True, "top_k": 1}, "[]", {LOGPROBS, SAMPLING, TOOLS}),
-    ],
+FEATURES: tuple[tuple[dict[str, object], str, set[str]], ...] = (
+    ({}, "", set()),
+    ({"temperature": 0.5, "top_p": 0.5, "seed": 1, "stop": ("x",)}, "", set()),
+    ({"max_tokens": 8, "n": 3, "top_logprobs": 2, "one_call": True}, "", set()),
+    ({"top_k": 1}, "", {SAMPLING}),
+    ({"min_p": 0.1}, "", {SAMPLING}),
+    ({"presence_penalty": 0.1}, "", {SAMPLING}),
+    ({"frequency_penalty": -0.1}, "", {SAMPLING}),
+    ({"repetition_penalty": 1.1}, "", {SAMPLING}),
+    ({"logit_bias": ((1, 2.0),)}, "", {SAMPLING}),
+    ({"logprobs": True}, "", {LOGPROBS}),
+    ({"grammar": GrammarSpec(GrammarKind.JSON_SCHEMA, "{}")}, "", {GRAMMAR}),
+    ({"logprobs": True, "top_k": 1}, "[]", {LOGPROBS, SAMPLING, TOOLS}),
 )
+
+
+def test_every_parameter_has_a_case():
+    """A node without the feature of a parameter would ignore the parameter silently."""
+    cases = {name for changes, _, _ in FEATURES for name in changes}
+    assert cases == set(GenerationParams.__struct_fields__), "add a case, and a feature if older nodes must not get it"
+
+
+@pytest.mark.parametrize(("changes", "tools", "features"), FEATURES)
 def test_only_parameters_with_an_effect_need_a_feature(changes: dict[str, object], tools: str, features: set[str]):
     assert find_features(replace(PLAIN, **changes), tools) == features

@@ -110,6 +110,67 @@ def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[st
     assert measure_extent(cache).size == sum_nbytes(cache) <= compute_row_bytes(measured, 300)
 
 
+MAMBA: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_bias": False,
+    "max_position_embeddings": 2048,
+    "mamba_proj_bias": False,
+    "mlp_bias": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        (
+            "nemotron_h",
+            {
+                "hybrid_override_pattern": "M-M*-",
+                "head_dim": 16,
+                "mamba_num_heads": 4,
+                "mamba_head_dim": 16,
+                "ssm_state_size": 8,
+                "n_groups": 2,
+                "conv_kernel": 4,
+                "layer_norm_epsilon": 1e-5,
+                "use_bias": False,
+                "use_conv_bias": True,
+            },
+        ),
+        (
+            "granitemoehybrid",
+            {
+                "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
+                "mamba_n_heads": 4,
+                "mamba_d_head": 16,
+                "mamba_d_state": 8,
+                "mamba_n_groups": 2,
+                "mamba_d_conv": 4,
+                "mamba_conv_bias": True,
+                "rms_norm_eps": 1e-5,
+                "embedding_multiplier": 1.0,
+                "attention_multiplier": 1.0,
+                "logits_scaling": 1.0,
+                "residual_multiplier": 1.0,
+            },
+        ),
+    ],
+)
+def test_states_of_mamba_are_foreseen_as_they_are_kept(kind: str, more: dict[str, Any]):
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    config = {"model_type": kind, **MAMBA, **more}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
+
+
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
     unknown = predict_kv({"model_type": "deepseek_v9", **MLA}, 4)
     assert unknown == predict_kv({"model_type": "deepseek_v2", **MLA}, 4)

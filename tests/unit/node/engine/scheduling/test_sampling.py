@@ -155,11 +155,11 @@ def test_default_parameters_need_no_processors():
 
 def test_the_request_wins_over_the_models_defaults():
     defaults = parse_defaults({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1})
-    assert resolve_sampling(GenerationParams(), defaults) == SamplingParameters(0.6, 0.95, 20, 0.0, 0.0, 0.0, 1.1)
+    assert resolve_sampling(GenerationParams(), defaults) == SamplingParameters(0.6, 0.95, 20, repetition=1.1)
     asked = GenerationParams(
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0
     )
-    assert resolve_sampling(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
+    assert resolve_sampling(asked, defaults) == SamplingParameters(0.0, 0.5, min_p=0.1, presence=1.0, repetition=1.2)
     off = GenerationParams(repetition_penalty=NO_REPETITION_PENALTY)
     assert resolve_sampling(off, defaults).repetition == 1
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(off), type=GenerationParams) == off

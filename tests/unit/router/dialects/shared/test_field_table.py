@@ -355,6 +355,7 @@ def test_supported_field_changes_the_request_to_the_node(route: str, row: FieldR
         tools, choice = CHOICE[route]
         assert essence(ask(route, **tools, tool_choice=choice)) != essence(ask(route, **tools))
         return
+    assert row.name in WITH or (route, row.name) in EVEN, "add a body with the field to WITH"
     fields = EVEN.get((route, row.name)) or WITH[row.name]
     before = {name: value for name, value in fields.items() if name != row.name}
     assert essence(ask(route, **fields)) != essence(ask(route, **before))
