@@ -344,18 +344,20 @@ def check_log_errors(here: HostProbe) -> Finding:
     if not folder.is_dir():
         return not_here("there are no logs yet")
     since = datetime.fromtimestamp(time.time() - 3600, UTC).isoformat()
-    events = [event for name in ("coordinator.log", "node.log") for event in _find_errors(folder / name, since)]
-    if events:
+    errors = [error for name in ("coordinator.log", "node.log") for error in _find_errors(folder / name, since)]
+    if errors:
+        _, last = max(errors, key=lambda error: error[0])
         return warn(
-            f"{len(events)} errors in the last hour, the last: {events[-1]}",
+            f"{len(errors)} errors in the last hour, the last: {last}",
             f"read them: grep '\"level\": \"error\"' '{folder}/'*.log",
-            errors=len(events),
+            errors=len(errors),
         )
     return ok("no errors in the last hour", errors=0)
 
 
-def _find_errors(file: Path, since: str) -> list[str]:
-    errors: list[str] = []
+def _find_errors(file: Path, since: str) -> list[tuple[str, str]]:
+    """Return the time and the event of each error in a log since a time in ISO 8601."""
+    errors: list[tuple[str, str]] = []
     try:
         with file.open("rb") as opened:
             opened.seek(max(0, file.stat().st_size - MAX_TAIL_BYTES))
@@ -365,6 +367,6 @@ def _find_errors(file: Path, since: str) -> list[str]:
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             record: Any = json.loads(line)
-            if record["level"] in ("error", "critical") and str(record["timestamp"]) >= since:
-                errors.append(str(record["event"])[:80])
+            if record["level"] in ("error", "critical") and (at := str(record["timestamp"])) >= since:
+                errors.append((at, str(record["event"])[:80]))
     return errors

@@ -191,16 +191,13 @@ class ResponsesRoute:
         return (*stored.messages, *messages)
 
     def _resolve_references(self, items: Sequence[InputItem], key: str) -> list[Item] | Problem:
-        """Return the items of a body with its references replaced by stored items of the key, and without its
-        `ToolsItem`.
+        """Return the items of a body with its references replaced by stored items of the key.
 
         Return a 400 problem for a reference to an item that is not stored, and for a second reference to the same item.
         """
         found = self.items.find(key, [item.id for item in items if isinstance(item, ItemReference)])
         resolved: list[Item] = []
         for at, item in enumerate(items):
-            if isinstance(item, ToolsItem):
-                continue
             if isinstance(item, ItemReference):
                 stored = found.pop(item.id, None)
                 if stored is None:

@@ -25,6 +25,7 @@ from router.dialects.openai.responses_schema import (
     OutputRefusal,
     OwnItem,
     ToolOutput,
+    ToolsItem,
 )
 from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.strict_json import Body, encode_json
@@ -35,7 +36,7 @@ from wire.frames import Message, ToolCall
 
 
 def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]) -> list[Message] | Problem:
-    """Convert the items of a body to messages. A text is one user message.
+    """Convert the items of a body to messages. A text is one user message. A `ToolsItem` is no message.
 
     `origins` maps the names of functions to the tools of the client (`ToolSet.origins`). A call of such a tool gets the
     name under which the model is offered the tool.
@@ -50,6 +51,8 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
     calls = 0
     offered = {(tool.namespace, tool.name): name for name, tool in origins.items()}
     for at, item in enumerate(items):
+        if isinstance(item, ToolsItem):
+            continue
         message = (
             _convert_foreign_item(item, f"input[{at}]")
             if isinstance(item, ForeignItem)

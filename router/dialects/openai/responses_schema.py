@@ -314,7 +314,7 @@ def _get_item_tag(item: object) -> str:
 
 
 OwnItem = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
-Item = OwnItem | ForeignItem
+Item = OwnItem | ToolsItem | ForeignItem
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message_part")]
     | Annotated[CallItem, Tag("function_call_part")]

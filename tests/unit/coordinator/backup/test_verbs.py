@@ -86,6 +86,7 @@ def test_both_commands_print_what_the_backup_has(tmp_path: Path) -> None:
     assert "settings: this machine's config.toml was kept; the backup's is next to it as config.toml.restored" in told
     (aside,) = two.glob("replaced-*")
     assert f"the former files are in {aside}: " in told
+    assert "1 member, 1 key, 2 join tokens, 0 video jobs\n" in told
 
 
 def test_backup_errors_name_the_next_step(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A bundle contains no secret and no prompt from any source, and all helpful facts."""
 
+import fcntl
 import json
 import os
 import stat
@@ -25,6 +26,8 @@ from coordinator.doctor.bundle import (
     write_bundle,
 )
 from host.redaction import HIDDEN
+from node.inspect.running_settings import publish_settings
+from node.settings import resolve_settings
 from tests.support.cluster.whole_pool import served
 
 ROOT = Path(__file__).parents[4]
@@ -136,7 +139,15 @@ def test_bundle_of_a_pool_has_exactly_the_documented_files(tmp_path: Path, monke
     try:
         state.mkdir()
         planted(state)
-        with served() as pool:
+        running = resolve_settings([("--set", {"node.name": PROMPT, "memory.cap": "9GiB"})])
+        with (
+            (state / "node" / "lock").open("w") as lock,
+            publish_settings(state / "node", 7, running),
+            served() as pool,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write("7")
+            lock.flush()
             (tmp_path / "key").write_text(pool.keys["admin"])
             arguments = ["--state", str(state), "--url", pool.url, "--key-file", str(tmp_path / "key")]
             done = CliRunner().invoke(
@@ -172,6 +183,8 @@ def test_bundle_of_a_pool_has_exactly_the_documented_files(tmp_path: Path, monke
     settings = json.loads(parts["macpool-doctor/settings.json"])
     assert "hooks.example" in settings["alerts.webhook_url"]["value"]
     assert settings["memory.cap"]["origin"] == "default"
+    now = json.loads(parts["macpool-doctor/running.json"])["settings"]
+    assert (now["node.name"]["origin"], now["memory.cap"]["value"]) == ("--set", "9GiB")
     assert json.loads(parts["macpool-doctor/nodes.json"])["schema"] == 1
     assert '"event": "link lost"' in parts["macpool-doctor/logs/node.log"]
 

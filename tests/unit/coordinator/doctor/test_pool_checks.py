@@ -235,6 +235,9 @@ def test_check_certificates_of_a_node_uses_own_and_earliest_presented_expiry(tmp
         "node": 30,
         "coordinator": 20,
     }
+    lives(tmp_path, 60 * DAY)
+    found = checks.check_certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
+    assert round(float(found.numbers["coordinator"] or 0) / DAY) == 20, "the file is newer than what is presented"
     found = checks.check_certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
     assert (found.result, "node has expired" in found.text) == ("fail", True)
 
@@ -375,6 +378,14 @@ def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: py
 def event(seconds_ago: float, level: str = "error", name: str = "denied") -> str:
     at = datetime.fromtimestamp(time.time() - seconds_ago, UTC).isoformat()
     return json.dumps({"event": name, "level": level, "timestamp": at}) + "\n"
+
+
+def test_the_last_error_of_both_logs_is_named(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    for log, seconds_ago in (("coordinator", 10), ("node", 20)):
+        (tmp_path / "logs" / f"{log}.log").write_text(event(30, name="old") + event(seconds_ago, name=log))
+    found = checks.check_log_errors(pretended(tmp_path))
+    assert found.text == "4 errors in the last hour, the last: coordinator"
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_models_are_sorted_with_their_prediction_on_each_node():
         ),
         ({"video": video(ready=False, cause="no engine", ray_cause="no Ray")}, False, "no engine"),
         ({"video": video(ray="", ray_cause="no Ray")}, False, "no Ray"),
+        ({"video_allowed": False, "video": video(ready=False, cause="no engine")}, False, "no engine"),
         ({"video_allowed": False}, False, "it is not allowed to make videos: `cluster node allow-video a` allows it"),
     ],
 )

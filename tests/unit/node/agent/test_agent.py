@@ -45,6 +45,8 @@ from wire.frames import (
     Goodbye,
     GoodbyeReason,
     Hello,
+    LeaseRefused,
+    LeaseRequest,
     Message,
     Ping,
     Refusal,
@@ -506,10 +508,15 @@ async def test_a_stop_waits_no_longer_than_its_limit(mac: Callable[..., Mac]):
     line.send(asks(1, 20_000))
     await line.until(Deltas)
     began = time.monotonic()
+    one.node.video.lease_manager.handle_request(LeaseRequest("l1", 1, "job", "wan", GIB, b"{}"))
     await one.agent.stop(0.2)
     assert 0.2 <= time.monotonic() - began < 3
-    assert (await line.until(Goodbye)).reason == "stopping"
-    await line.ended()
+    frames = await line.ended()
+    draining = next(at for at, frame in enumerate(frames) if isinstance(frame, Report) and frame.draining)
+    after = [frame for frame in frames[draining:] if isinstance(frame, LeaseRefused | Goodbye)]
+    assert [type(frame) for frame in after] == [LeaseRefused, Goodbye], "no request arrives while a lease ends"
+    assert isinstance(after[-1], Goodbye)
+    assert after[-1].reason == "stopping"
     while one.supervisor.live:  # noqa: ASYNC110  what the agent forwards is heard nowhere else
         await asyncio.sleep(0.01)
 

@@ -624,10 +624,12 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
 
 def test_an_ordered_load_passes_the_gate(driver: Driver):
     driver.take(small(driver, MIB))
-    driver.take(LoadModel(7, driver.default))
-    end = driver.end(7)
-    assert isinstance(end, Refusal)
-    assert end.refused.numbers is not None
+    orders = (7, 8)
+    for order in orders:
+        driver.take(LoadModel(order, driver.default))
+    for end in map(driver.end, orders):
+        assert isinstance(end, Refusal)
+        assert end.refused.numbers is not None
     assert driver.engine.gate.refusals[GateSite.LOAD] == 1
     assert not driver.engine.report(0.0).models[0].loaded
 
@@ -636,9 +638,10 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
     for name in ("one", "two", "bad"):
         copy_of(tmp_path / name)
     driver = Driver(tmp_path, limits=None)
-    driver.take(RestoreModels(("one", "two", "gone"), (ModelBan("bad", 600.0, "the engine died twice in it"),)))
+    driver.take(RestoreModels(("bad", "one", "two", "gone"), (ModelBan("bad", 600.0, "the engine died twice in it"),)))
     driver.take(ROOMY)
     driver.until(lambda: sum(model.loaded for model in driver.engine.report(0.0).models) == 2)
+    assert {model.name for model in driver.engine.report(0.0).models if model.loaded} == {"one", "two"}
     end = driver.end(driver.ask("Hello!", model="bad"))
     assert isinstance(end, Refusal)
     assert "died twice" in end.refused.message

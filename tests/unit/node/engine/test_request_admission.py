@@ -6,6 +6,7 @@ import time
 import pytest
 
 from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
 from node.engine.request_admission import PREEMPTION_INTERVAL_SECONDS
 from node.engine.scheduling.preemptor import Preemptor
 from tests import models
@@ -13,12 +14,23 @@ from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_need
 from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
-from wire.frames import Admitted, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
+from wire.frames import (
+    Admitted,
+    Finished,
+    Frame,
+    Generate,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    Message,
+    Refusal,
+)
 from wire.refusals import RefusalCode
 from wire.units import GIB, KIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 LONG_TOKENS = 1500
+ORDER = 900
 LONG = GenerationParams(temperature=0.0, max_tokens=LONG_TOKENS, logit_bias=((EOS, -100.0),))
 SHORT = GenerationParams(temperature=0.0, max_tokens=2)
 
@@ -84,6 +96,16 @@ def test_the_next_preemption_for_a_key_waits_until_memory_of_the_last_one_can_ha
         assert count_preemptions() == 1
     assert isinstance(ask_at(driver, now + PREEMPTION_INTERVAL_SECONDS, "bea"), Admitted)
     assert count_preemptions() == 2
+
+
+def test_a_prompt_that_is_refused_before_its_tokenization_holds_nothing():
+    driver = Driver(models.path("llama"), prefix_cache_size="off")
+    driver.take(LoadModel(ORDER, driver.default))
+    assert isinstance(driver.end(ORDER), Finished)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFLIGHT
+    end = driver.end(driver.ask("hello", SHORT))
+    assert (isinstance(end, Refusal), driver.engine.parts.preparer.tokenizers) == (True, {})
+    assert (driver.resident().usage.users, driver.engine.report(time.monotonic()).waiting) == (0, 0)
 
 
 def test_what_is_missing_below_the_ceiling_is_preempted_as_well(monkeypatch: pytest.MonkeyPatch):

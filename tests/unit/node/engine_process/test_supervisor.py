@@ -694,11 +694,13 @@ async def test_a_step_that_never_ends_while_pings_are_answered_is_hung(agent: Ca
         while data := line.recv(65536):
             for tag, body in splitter.feed(data):
                 frame = decode(tag, body)
-                if isinstance(frame, Ping):
-                    line.sendall(encode(Pong(frame.nonce, 99.0, 0.02)))
+                if isinstance(frame, Ping):  # one at the start, one at the request, one after `ping_busy`
+                    line.sendall(encode(Pong(frame.nonce, 99.0 if frame.nonce > 2 else 0.0, 0.02)))
     """)
-    one = agent(SupervisorTimeouts(first=5.0, ping_busy=0.05, ping_idle=0.05), command)
+    one = agent(SupervisorTimeouts(first=5.0, ping_busy=0.05, ping_idle=600.0), command)
     await one.supervisor.start()
+    await one.until(lambda: one.supervisor.ready)
+    one.generate(1)
     await one.until(lambda: one.supervisor.state.cause and one.supervisor.state.state == "restarting")
     assert one.supervisor.pid is None
     assert "one call has taken 99 s" in one.supervisor.state.cause

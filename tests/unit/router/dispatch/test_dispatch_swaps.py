@@ -209,6 +209,21 @@ async def test_refused_swap_is_retried_after_the_next_report(mac: Cluster):
     assert mac.last() == (A, other.attempt)
 
 
+async def test_a_request_starts_at_the_end_of_a_swap_before_the_next_report(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    passes(mac, MIN_SLICE_SECONDS + 1)
+    waiting = ask(mac, "one")
+    passes(mac, LONGEST - 10)
+    await asyncio.sleep(0)
+    assert waiting.node is None, "the model swap continues"
+    for seconds in (0.5, SWEEP_INTERVAL_SECONDS):
+        mac.now += seconds
+        mac.dispatcher.sweep()
+    await asyncio.sleep(0)
+    assert other.outcome is not None
+    assert waiting.node == A
+
+
 async def test_third_model_does_not_use_the_headroom_of_a_swap(mac: Cluster):
     third = a_model("three", weights=12 * GIB, loaded=False)
     mac.models += (third,)

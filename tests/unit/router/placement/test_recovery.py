@@ -463,6 +463,23 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     cluster.dispatcher.sweep()
 
 
+async def test_each_silence_counts_from_its_second_sweep(two: Cluster):
+    ticket = two.submit()
+    node, _ = two.last()
+    say(two, 1)
+    for state in ("suspect", "ready", "suspect"):
+        two.state[node] = state
+        two.report(node)
+        two.now += 3.3 if two.dispatcher.count_in_flight(node) else 0.0
+        two.report(other_than(node))
+        two.dispatcher.sweep()
+        assert ticket.node == node, "one sweep may be late"
+    two.now += 0.01
+    two.dispatcher.sweep()
+    assert ticket.node == other_than(node)
+    two.finish()
+
+
 async def test_streams_of_a_silent_node_resume_before_it_is_lost(two: Cluster):
     ticket = two.submit()
     first = two.last()

@@ -70,6 +70,9 @@ def test_renew_revokes_the_former_scrape_token_and_writes_another(pool: Served, 
     run("metrics-config", "--folder", str(folder), "--renew")
     assert token.read_text() != first
     assert list_ids() == {token.read_text().split("_")[1]}
+    assert [key["name"] for key in run("key", "list")["keys"] if key["id"] in list_ids()] == ["prometheus"]
+    top = run("top")
+    assert (top["nodes"], top["cluster"]) == (run("nodes")["nodes"], run("status")["cluster"])
 
 
 @pytest.mark.parametrize("fails", [False, True])

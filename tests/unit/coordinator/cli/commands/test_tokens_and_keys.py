@@ -91,6 +91,20 @@ def test_keys_are_shown_without_their_secret(server: Server):
     assert answer == {"schema": 1, "key": KEY}
 
 
+def test_an_id_is_preferred_to_the_same_name_of_another_key(server: Server):
+    server.answer = ANSWER | {"keys": [KEY | {"id": "k2", "name": "k1"}, KEY]}
+    assert read_lines(server.run("key", "show", "k1"))[:2] == ["id k1", "name laptop"]
+    server.answer = ANSWER | {"keys": [KEY | {"id": "k2"}, KEY]}
+    done = server.run("key", "show", "laptop")
+    assert (done.exit_code, "2 keys are named laptop: name one by its id (k2, k1)" in done.stderr) == (2, True)
+
+
+def test_the_new_expiry_is_read_after_its_change(server: Server):
+    read_lines(server.run("key", "expire", "laptop", "1d"))
+    keys, change = ("/api/v1/keys", None), ("/api/v1/keys/k1/expiry", {"ttl_seconds": 86400.0})
+    assert server.asked == [keys, change, keys]
+
+
 @pytest.mark.parametrize(
     ("words", "path", "text"),
     [

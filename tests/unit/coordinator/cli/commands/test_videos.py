@@ -100,6 +100,10 @@ def test_a_video_is_written_into_its_file_as_a_whole(server: Server, tmp_path: P
     done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "none" / "x.mp4"))
     assert done.exit_code == 1
     assert "cannot be written" in done.stderr
+    (tmp_path / "folder").mkdir()
+    done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "folder"))
+    assert (done.exit_code, "cannot be written" in done.stderr) == (1, True)
+    assert not list(tmp_path.glob("*.part"))
 
 
 @pytest.mark.parametrize("words", [("show", "video_2"), ("cancel", "video_2"), ("wait", "video_2"), ("list",)])

@@ -38,6 +38,19 @@ def test_a_page_of_its_own_serves_an_engine_without_viewers():
     assert recorder.read_running_call() == CrashRecord(NativeCallKind.DECODE, 0, "m" * 800)
 
 
+def test_a_crash_is_of_the_running_call_and_a_hang_of_the_oldest_one():
+    page = create_page()
+    recorder = CrashRecorder(page)
+    with recorder.record_tokenization("older", 1):
+        recorder.begin(NativeCallKind.PREFILL, "newer", 2)
+        last = [read_crash_record(page, hung=hung) for hung in (False, True)]
+        assert [record and record.request for record in last] == [2, 1]
+        recorder.end()
+        last = read_crash_record(page)
+        assert last == CrashRecord(NativeCallKind.READ, 1, "older"), "no call runs, so that the tokenization crashed"
+    os.close(page)
+
+
 def test_the_longest_name_of_a_model_is_recorded_whole_in_every_slot():
     longest = "\U00020000" * 200
     assert is_valid_model(longest)

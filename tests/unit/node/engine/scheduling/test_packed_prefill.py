@@ -144,7 +144,14 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 0.0)
     assert not waits(both), "no request arrived after them"
     assert answered(both)
+    crowd_ended = time.monotonic()
+    assert answered([driver.ask(LIKE.format(8))])
     monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 3600.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill_order, "AFTER_BURST_SECONDS", time.monotonic() - crowd_ended)
+        lone = driver.ask(LIKE.format(9))
+        assert not waits([lone]), "the request before was alone"
+        assert answered([lone])
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "no further row is free"
 
 

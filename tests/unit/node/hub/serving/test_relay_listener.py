@@ -13,13 +13,15 @@ from node.hub.serving import relay_listener
 from node.hub.serving.relay_listener import RelayListener
 from tests.support.cluster.model_node import get_files, make_identity
 from wire.codec import encode
-from wire.frames import Denied
+from wire.frames import Denied, RelayJoined
 
 FAILURES, REFUSALS = 8, 40
+JOINED = FAILURES + 1
 
 
 class Coordinator:
-    """Server that closes `FAILURES` connections, refuses `REFUSALS` further ones for now, and the next one for good."""
+    """Server that closes `FAILURES` connections, joins one, and closes as many again. Then it refuses `REFUSALS`
+    further ones for now, and the next one for good."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self.connections = 0
@@ -28,15 +30,19 @@ class Coordinator:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         number = self.connections
-        if number > FAILURES:
+        if number == JOINED:
             await writer.start_tls(self._context)
-            denied = Denied("too_many", "too many connections", final=number > FAILURES + REFUSALS)
+            writer.write(encode(RelayJoined()))
+            await reader.read()
+        elif number > FAILURES + JOINED:
+            await writer.start_tls(self._context)
+            denied = Denied("too_many", "too many connections", final=number > FAILURES + JOINED + REFUSALS)
             writer.write(encode(denied))
             await writer.drain()
         writer.close()
 
 
-async def test_a_refusal_for_now_ends_the_long_waits_of_an_outage(
+async def test_a_joined_connection_or_a_refusal_for_now_ends_the_long_waits_of_an_outage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relay_listener, "WAITING_CONNECTIONS", 1)
@@ -47,8 +53,9 @@ async def test_a_refusal_for_now_ends_the_long_waits_of_an_outage(
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     cluster = replace(get_files(make_identity(tmp_path, authority, "n1")), node="n1", machine="m1", coordinator=address)
     try:
-        # With the wait of the last failure, 0.5 s, the refusals would take 20 s.
+        # With the wait of the last failure, 0.5 s, the refusals would take 20 s, and the failures after the joined
+        # connection twice that.
         await asyncio.wait_for(RelayListener(cluster, "token", asyncio.Protocol).run(), 15)
     finally:
         server.close()
-    assert coordinator.connections == FAILURES + REFUSALS + 1
+    assert coordinator.connections == FAILURES + JOINED + REFUSALS + 1

@@ -98,13 +98,16 @@ def test_tools_change_in_the_middle_of_a_conversation(changes: list[tuple[str, o
 
 
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():
-    body = {"messages": HELLO, "system": "be brief", "tools": [TOOL]}
+    foreign = {"type": "web_search_20250305", "name": "web_search"}
+    body = {"messages": HELLO, "system": "be brief", "tools": [TOOL, foreign], "service_tier": "auto"}
     _, job = asked(MessagesRoute(), max_tokens=9, **body)
     found = parse_count(json.dumps({"model": "tiny", **body}).encode(), CREATED)
     assert isinstance(found, CountRequest)
     assert (found.tokens.messages, found.tokens.tools, found.tokens.template) == (job.messages, job.tools, job.template)
     assert found.tokens.messages[0] == Message("system", "be brief")
     assert (found.tokens.model, found.tokens.created) == ("tiny", CREATED)
+    assert found.ignored == job.ignored
+    assert set(found.ignored) == {"service_tier", "tools[1].type=web_search_20250305"}
 
 
 def test_anthropic_answer_has_usage_and_thinking_unless_omitted():

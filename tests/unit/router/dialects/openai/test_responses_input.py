@@ -124,8 +124,9 @@ def test_calls_that_the_client_ran_for_another_server_are_calls_and_results():
     ],
 )
 def test_an_item_with_unreadable_content_is_refused(item: dict[str, Any], message: str):
-    problem = refused(ResponsesRoute(), input=[HI, item])
-    assert (problem.code, problem.param) == ("unsupported_parameter", "input[1].type")
+    for before in (HI, {"type": "additional_tools", "tools": []}):
+        problem = refused(ResponsesRoute(), input=[before, item])
+        assert (problem.code, problem.param) == ("unsupported_parameter", "input[1].type")
     assert message in problem.message
 
 
@@ -177,6 +178,21 @@ def test_a_stored_answer_is_continued_returned_and_deleted_by_its_key_only():
         "previous_response_not_found",
         "previous_response_id",
     )
+
+
+def test_an_item_is_referred_to_once_and_until_its_answer_is_deleted():
+    route = ResponsesRoute()
+    name = store(route, input="hi")
+    body = route.get("k1", name)
+    assert isinstance(body, bytes)
+    reference = {"type": "item_reference", "id": json.loads(body)["output"][0]["id"]}
+    more = say("user", "and?")
+    _, job = asked(route, input=[reference, more])
+    assert [(message.role, message.content) for message in job.messages] == [("assistant", "I look."), ("user", "and?")]
+    twice = refused(route, input=[reference, more, reference])
+    assert (twice.param, "twice" in twice.message) == ("input[2].id", True)
+    assert isinstance(route.delete("k1", name), bytes)
+    assert refused(route, input=[reference, more]).param == "input[0].id"
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -1,4 +1,4 @@
-"""Requests that wait in the queue for a model that is being pulled."""
+"""Requests that wait in the queue: for a model that is being pulled, and for room."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.dispatch.request import PULL
+from router.dispatch.request_state import RequestState
 from tests.support.cluster.loopback_cluster import a_model
-from tests.support.cluster.manual_pool import A, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster, full, roomy, turn
 from wire.refusals import RefusalCode, Refused
 
 PULLING = Refused(RefusalCode.NOT_READY, "tiny is being pulled (25% of 4.0 GiB)", None, 12.0)
@@ -67,3 +68,36 @@ async def test_a_request_for_an_unknown_model_ends_at_once(pulling: PullingClust
     assert isinstance(request.outcome, Refused)
     assert request.outcome.code is RefusalCode.NO_MODEL
     pulling.dispatcher.close(request)
+
+
+async def test_a_request_that_a_node_refuses_keeps_its_deadline() -> None:
+    cluster = Cluster(A, queue_timeout_seconds=30.0)
+    full(cluster, A)
+    request = cluster.submit()
+    deadline = cluster.now + 30.0
+    assert request.deadline == deadline
+    for _ in range(2):
+        cluster.now += 10.0
+        roomy(cluster, A)
+        await turn()
+        assert request.node == A
+        cluster.refuse()
+        assert (request.state, request.deadline) == (RequestState.QUEUED, deadline)
+    cluster.now += 10.0
+    cluster.dispatcher.sweep()
+    assert isinstance(request.outcome, Refused)
+    cluster.dispatcher.close(request)
+    cluster.settled()
+
+
+async def test_a_request_for_the_share_of_its_key_goes_to_the_node_that_answers_first() -> None:
+    cluster = Cluster(A, B)
+    requests = [cluster.submit() for _ in range(5)]
+    counts = {node: cluster.dispatcher.count_in_flight(node) for node in (A, B)}
+    assert counts == {A: 3, B: 2}, "both nodes have more than the share of one key"
+    full(cluster, A, B)
+    requests.append(cluster.submit(key="other"))
+    assert requests[-1].node == B
+    for request in requests:
+        cluster.dispatcher.close(request)
+    cluster.settled()

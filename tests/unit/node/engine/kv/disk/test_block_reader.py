@@ -144,6 +144,21 @@ def test_a_slow_file_is_awaited(tmp_path: Path, plan: ReadPlan):
     assert restore.invalid is None
 
 
+def test_each_part_begins_a_new_wait(tmp_path: Path, plan: ReadPlan, monkeypatch: pytest.MonkeyPatch, readers: Read):
+    file = tmp_path / name(1).file
+    file.unlink()
+    os.mkfifo(file)
+    monkeypatch.setattr("node.engine.kv.disk.block_reader.STALLED_SECONDS", 0.0)
+    restore = DiskRestore(tmp_path, plan, create_layers())
+    monkeypatch.setattr("node.engine.kv.disk.block_reader.STALLED_SECONDS", 60.0)
+    assert not restore.step(60.0), "the first part arrived"
+    assert not restore.step(0.0), "the second part has 60 s from now"
+    file.write_bytes(encode(1))
+    run(restore)
+    assert restore.invalid is None
+    wait_ended(readers())
+
+
 def test_a_file_that_does_not_come_is_the_invalid_part(
     tmp_path: Path, plan: ReadPlan, monkeypatch: pytest.MonkeyPatch, readers: Read
 ):
