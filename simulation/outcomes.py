@@ -47,7 +47,8 @@ class RequestOutcome:
             self.sent = now
 
     def record_token(self, now: float) -> bool:
-        """Record tokens that were generated at `now` (virtual seconds). Return whether they are the first ones."""
+        """Record `now` (virtual seconds) as the time of the first token; later calls change nothing. Return whether
+        this was the first call."""
         if self.first is not None:
             return False
         self.first = now

@@ -66,8 +66,8 @@ class ArtifactFolder:
         """Fetch the files of a job from its node and store them.
 
         Files after the first `MAX_FILES`, files with unusable names and empty files are left out. Return the fault if
-        files are invalid or cannot be stored; files already stored are then removed. Raise `FetchInterrupted` if the
-        node does not answer now, and `ValueError` for an invalid job id.
+        files are invalid or cannot be stored, or if none is a video; files already stored are then removed. Raise
+        `FetchInterrupted` if the node does not answer now, and `ValueError` for an invalid job id.
         """
         wanted = [file for file in artifacts[:MAX_FILES] if self._is_usable(file)]
         for artifact in wanted:

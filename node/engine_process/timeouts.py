@@ -86,7 +86,8 @@ class SupervisorTimeouts:
         return max(0.0, self._compute_longest_call(expected) - busy)
 
     def choose_exit_timeouts(self, urgency: ExitUrgency, busy: float, expected: float) -> ExitTimeouts:
-        """Return the time to end for a child whose native call has lasted `busy` of `expected` seconds.
+        """Return the seconds that a child has to end before SIGTERM, and then before SIGKILL, if its native call has
+        lasted `busy` of `expected` seconds.
 
         Without a call, `busy` and `expected` are 0.
         """

@@ -25,7 +25,8 @@ class SleepPolicy:
     def update(self) -> None:
         """Prevent or allow idle sleep by the rule and the present work. Call periodically.
 
-        After work, sleep is prevented for another `LINGER_SECONDS`. A release can block (`SleepInhibitor.set_held`).
+        With the rule `busy`, sleep is prevented while the node works, and for another `LINGER_SECONDS`. A release can
+        block (`SleepInhibitor.set_held`).
         """
         now = self._clock()
         if self._busy():

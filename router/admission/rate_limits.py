@@ -276,7 +276,8 @@ class RateLimits:
     def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
         """Record the end of an admitted request, and refund or charge the difference of its tokens.
 
-        `charged` is the result of `admit`, `used` the number of tokens that the request used.
+        `demand` has the prompt tokens and bytes of the call of `admit`. `charged` is the result of that call, `used`
+        the number of tokens that the request used.
         """
         meter = self._meters[key]
         meter.remove(demand)

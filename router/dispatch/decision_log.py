@@ -52,7 +52,8 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """Number of nodes in the cluster at the decision."""
 
     def to_rows(self) -> list[dict[str, object]]:
-        """Return one row per recorded candidate, with its memory and its expected times."""
+        """Return the rows of `router.placement.candidate.explain` for the recorded candidates: sizes in bytes, times in
+        seconds."""
         return explain(self.candidates, self.chosen)
 
 
@@ -61,6 +62,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
 
     request_id: str
     key: str
+    """Id of the API key, or the name of the local key."""
     model: str
     stream: bool
     arrived: float

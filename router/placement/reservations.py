@@ -161,8 +161,8 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReservationLedger:
-    """Reservations of one router in bytes and prompt tokens, by request and by node. Requests are identified by attempt
-    number."""
+    """Reservations of one router in bytes and prompt tokens, by request and by node. Reservations are identified by
+    attempt number, holds of queued requests by arrival number."""
 
     def __init__(self) -> None:
         self._reservations: dict[int, Reservation] = {}

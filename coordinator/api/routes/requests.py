@@ -201,7 +201,8 @@ def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]
     """Return the fields `at`, `node`, `ttft_seconds` and `tokens_per_second` of an ended request.
 
     `at` is the arrival in Unix seconds, `node` the last node (empty without one). `tokens_per_second` is the decode
-    speed. Unknown seconds and speeds are None.
+    speed; None for fewer than two tokens, or for a decode of less than `MIN_DECODE_SECONDS`. `ttft_seconds` is None
+    without a first token.
     """
     first = next((at for at, step, _ in record.steps if step == "first token"), None)
     nodes = [node for _, _, node in record.steps if node]

@@ -76,7 +76,7 @@ class WishRoutes:
         return {"schema": 1, "wishes": [self._build_wish_row(wish) for _, wish in sorted(self._store.wishes.items())]}
 
     async def get_wish(self, model: str) -> dict[str, Any]:
-        """Return the wish for a model. The case of the name is ignored.
+        """Return the wish for a model, with names in place of the ids of nodes. The case of `model` is ignored.
 
         Raise `ProblemError` 404 if there is none.
         """

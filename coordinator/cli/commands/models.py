@@ -238,7 +238,8 @@ def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node.
 
     The node measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes
-    and uses free memory only; requests are slower meanwhile. Ctrl-C ends the measurement.
+    and uses free memory; only its last check may evict cached prompts. Requests are slower meanwhile. Ctrl-C ends the
+    measurement.
     """
     with show_spinner(f"measuring {model}"):
         answer = session.request_json(

@@ -55,8 +55,9 @@ def install(
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
     hand first. ARGUMENTS after `--` are passed to that command, as in `cluster service install -- --lan`.
 
-    Exit codes: 4 not root, 5 no cluster and no joined node is here, 6 files of another program are in the way. Also: 7
-    the service does not stay up (the previous state is restored).
+    Exit codes: 4 not root, 5 the user is unknown, or no cluster and no joined node is here. Also: 6 refused, 7 the
+    service does not stay up (the previous state is restored). Code 6 means: the service would run as root, files of
+    another program or user are in the way, or the service serves another state folder.
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import install as carry_out

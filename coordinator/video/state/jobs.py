@@ -132,8 +132,8 @@ class RequestedClip(msgspec.Struct, frozen=True):
 class VideoJob(msgspec.Struct, frozen=True):
     """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
 
-    The deadlines `due` and `room_by` are in monotonic seconds of the process. A restart of the coordinator sets them
-    again.
+    The deadlines `due` and `room_by` are in monotonic seconds of the process. A restart of the coordinator sets `due`
+    again for running jobs and for jobs whose files are fetched, and clears `room_by`.
     """
 
     id: str

@@ -38,7 +38,8 @@ class WaitingText(NamedTuple):
 
     @property
     def segment(self) -> int:
-        """Position of the first token of the second text of a pair; 0 for a text that is no pair."""
+        """Position of the first token of the second text of a pair; 0 for a single text, or if the model has no
+        segments."""
         segments = self.request.prepared.segments
         return segments[self.place] if segments else 0
 

@@ -314,8 +314,9 @@ class PrefixCache(Generic[V]):
             self.count_eviction(entry.prompt_hash)
 
     def count_eviction(self, prompt_hash: bytes) -> None:
-        """Count the prompt of an entry that is no longer cached, neither in memory nor on the disk. The prompt does not
-        count as long as memory has another entry of the prompt. An empty hash names no prompt and does not count."""
+        """Count the prompt of an entry that is no longer cached, neither in memory nor on the disk, and keep its hash
+        for the report. The prompt does not count as long as memory has another entry of the prompt. An empty hash names
+        no prompt and does not count."""
         if prompt_hash and prompt_hash not in self._prompts:
             self._evictions += 1
             self._evicted.append(prompt_hash)

@@ -42,7 +42,7 @@ class UntokenizedPrompt:
 
     @property
     def key(self) -> str:
-        """Name of the API key whose turn the prompt takes."""
+        """Id of the API key whose turn the prompt takes."""
         return self.frame.weighted_key.name
 
     @property

@@ -16,7 +16,7 @@ from wire.frames import Channel, Delta, Finished, Logprob
 
 
 class CompletionChunks:
-    """Encoder of one streamed answer into OpenAI's older chunks.
+    """Encoder of one streamed answer into chunks of `/v1/completions`.
 
     `echoes` has for each choice the text that precedes the choice, or an empty text.
     """

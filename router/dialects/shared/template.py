@@ -61,9 +61,10 @@ class RequestedReasoning(NamedTuple):
 def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
-    `options` has the fields `thinking`, `think` and `reasoning`, in order of precedence. `effort` and `switch` are the
-    values of the two plain fields, which precede all of them; None for an absent field. Without any switch, the effort
-    `none` turns reasoning off. Values of `options` that are not understood are named in `ignored`.
+    `options` has the fields `thinking`, `think` and `reasoning`, in order of precedence. The first two are booleans, or
+    objects whose `type` is `enabled` or `disabled`; `reasoning` is an object with `effort` and `enabled`. `effort` and
+    `switch` are the values of the two plain fields, which precede all of them; None for an absent field. Without any
+    switch, the effort `none` turns reasoning off. Values of `options` that are not understood are named in `ignored`.
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
