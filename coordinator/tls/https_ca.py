@@ -145,7 +145,7 @@ class HttpsCa:
         )
         write_key_pair(self._own, key, certificate)
         with self._own.open("a") as file:
-            file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
+            file.write(self.ca_pem)  # sent in the handshake, so that browsers show the authority before it is trusted
         self.context.load_cert_chain(self._own)
         self._names, self._issued_at = names, now
         self._renew_from = now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
