@@ -155,7 +155,7 @@ def find_unknown_dimensions(config: Config) -> tuple[str, ...]:
     full, windowed, states = _count_layers(text)
     attends = full or windowed or not states
     dimensions = {
-        "num_hidden_layers": _to_count(text.get("num_hidden_layers")) or states,
+        "num_hidden_layers": _to_count(text.get("num_hidden_layers")) or full + windowed + states,
         "num_attention_heads": _to_count(text.get("num_attention_heads")) or not attends,
         "head_dim or hidden_size": _get_head_size(text),
     }

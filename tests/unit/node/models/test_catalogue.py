@@ -416,6 +416,10 @@ def test_dimensions_that_published_configs_omit_are_known():
     states = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "state_size": 8, "conv_kernel": 4}
     assert predict_kv(states, 2) == KvParameters(0, 256, 2 * 128 * (3 + 8) * 2)
     assert find_unknown_dimensions(states) == ()
+    named = {"layer_types": ["sliding_attention", "mamba"], "sliding_window": 9, "hidden_size": 64}
+    assert find_unknown_dimensions(named) == ("num_attention_heads",)
+    assert find_unknown_dimensions({**named, "sliding_window": None}) == ("num_attention_heads",)
+    assert find_unknown_dimensions({**named, "num_attention_heads": 4}) == ()
 
 
 def test_the_seed_case_of_a_long_prompt_takes_the_bytes_of_the_formula():
@@ -838,7 +842,8 @@ DELTA = {
             KvParameters(128, 256, (3 + 8) * 128 * 2),
         ),
         ({"num_kv_shared_layers": 1}, KvParameters(384, 256)),
-        ({"num_kv_shared_layers": 9, "layer_types": ["full_attention"]}, KvParameters(0, 256)),
+        ({"num_kv_shared_layers": 9}, KvParameters(0, 256)),
+        ({"num_kv_shared_layers": 4, "layer_types": ["full_attention"] * 3}, KvParameters(0, 256)),
         (
             {
                 "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -878,6 +883,54 @@ DELTA = {
         ),
         ({**MLA, "model_type": "longcat_flash"}, KvParameters(4 * 2 * (32 + 16) * 2, 256)),
         ({"sparse_attention_config": {"sparse_index_dim": 8}}, KvParameters(4 * (2 * 2 * 16 + 8) * 2, 256)),
+        (
+            {
+                "linear_attn_config": {
+                    "full_attn_layers": [4],
+                    "num_heads": 2,
+                    "head_dim": 8,
+                    "short_conv_kernel_size": 4,
+                }
+            },
+            KvParameters(128, 256, 3 * (3 * 3 * 2 * 8 * 2 + 2 * 8 * 8 * 4)),
+        ),
+        ({"full_attn_idxs": list(range(9))}, KvParameters(512, 256)),
+        ({"sliding_window_layers": list(range(9)), "sliding_window": 9}, KvParameters(0, 256, 0, 9, 512)),
+        (
+            {
+                "hybrid_layer_pattern": [0, 1, 1, 1],
+                "sliding_window_size": 9,
+                "swa_num_key_value_heads": 4,
+                "swa_head_dim": 32,
+            },
+            KvParameters(128, 256, 0, 9, 3 * 2 * 4 * 32 * 2),
+        ),
+        ({"layer_types": ["mamba", "attention"], "mamba_d_ssm": 32, **MAMBA}, KvParameters(128, 256, MAMBA_STATE)),
+        ({"num_loops": 2, "loop_window_size": 9}, KvParameters(1024, 256, 0, 9, 1024)),
+        ({"block_types": ["recurrent"] * 6 + ["x"] * 6, "conv1d_width": 4}, KvParameters(0, 256, 4 * 4 * 64 * 2)),
+        ({"num_hidden_layers": 3, "mamba_step": 4, **MAMBA}, KvParameters(128, 256, 2 * MAMBA_STATE)),
+        ({"attn_layer_period": 4, **MAMBA}, KvParameters(128, 256, 3 * MAMBA_STATE)),
+        ({"attn_layer_period": 2, "attn_layer_offset": 8, **MAMBA}, KvParameters(0, 256, 4 * MAMBA_STATE)),
+        ({"state_size": 4}, KvParameters(512, 256)),
+        ({"conv_kernel": 4}, KvParameters(512, 256)),
+        (
+            {
+                "layer_types": ["mamba"],
+                "mamba_n_heads": 2,
+                "mamba_expand": 2,
+                "mamba_d_state": 4,
+                "mamba_d_conv": 4,
+            },
+            KvParameters(0, 256, (3 + 4) * 128 * 2),
+        ),
+        ({"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_state": 4}, KvParameters(0, 256, 64 * 16)),
+        ({"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_conv": 4}, KvParameters(0, 256, 64 * 16)),
+        ({"hybrid_override_pattern": ["M", "*"], **MAMBA}, KvParameters(128, 256, MAMBA_STATE)),
+        (
+            {"block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 2)], "num_key_value_heads": None},
+            KvParameters(256, 256),
+        ),
+        ({"conv_window": 2, "num_swa_key_value_heads": 1}, KvParameters(512, 256, 4 * 64 * 2)),
         ({"num_hidden_layers": True}, KvParameters(0, 256)),
         ({"num_hidden_layers": -4}, KvParameters(0, 256)),
         ({"torch_dtype": None, "dtype": "float32"}, KvParameters(4 * 2 * 2 * 16 * 4, 256)),
