@@ -31,8 +31,15 @@ _OLDER = {
     "num_attention_groups": "num_key_value_heads",
 }
 _GEMMA_3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window_pattern": 6}
-_DEFAULTS: dict[str, Config] = {"gemma3": {**_GEMMA_3}, "gemma3_text": {**_GEMMA_3}}
-"""Dimensions that published configs of a model omit, by `model_type`."""
+_DEFAULTS: dict[str, Config] = {
+    "gemma3": {**_GEMMA_3},
+    "gemma3_text": {**_GEMMA_3},
+    "gpt_oss": {"sliding_window_pattern": 2},
+    "olmo3": {"sliding_window_pattern": 4},
+    "olmo_hybrid": {"full_attention_interval": 4},
+    "qwen3_next": {"full_attention_interval": 4},
+}
+"""Values of mlx-lm for dimensions that a config may omit, by `model_type`."""
 _FUSED = frozenset({64, 72, 80, 96, 128})
 """Head sizes with fused attention in Metal, which stores no scores (from MLX's source)."""
 _LATENT = frozenset(

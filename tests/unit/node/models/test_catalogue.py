@@ -913,6 +913,8 @@ DELTA = {
         ({"attn_layer_period": 2, "attn_layer_offset": 8, **MAMBA}, KvParameters(0, 256, 4 * MAMBA_STATE)),
         ({"state_size": 4}, KvParameters(512, 256)),
         ({"conv_kernel": 4}, KvParameters(512, 256)),
+        ({"model_type": "gpt_oss", "sliding_window": 9}, KvParameters(256, 256, 0, 9, 256)),
+        ({"model_type": "qwen3_next"}, KvParameters(128, 256, 3 * 64 * 16)),
         (
             {
                 "layer_types": ["mamba"],
