@@ -395,6 +395,9 @@ def test_the_bytes_of_a_row_are_predicted_from_the_config(config: dict[str, Any]
         {"language_config": LLAMA},
         {"llm_config": LLAMA, "num_hidden_layers": 99, "vision_config": {"num_hidden_layers": 27}},
         {"n_layer": 4, "n_head": 4, "n_embd": 128, "num_key_value_heads": 2, "head_dim": 32, "hidden_size": 128},
+        {"n_layers": 4, "n_heads": 4, "d_model": 128, "n_kv_heads": 2, "torch_dtype": "bfloat16"},
+        {"num_layers": 4, "num_heads": 4, "hidden_dim": 128, "num_kv_heads": 2, "torch_dtype": "bfloat16"},
+        {"num_transformer_layers": 4, "num_heads": 4, "model_dim": 128, "num_attention_groups": 2},
     ],
 )
 def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
@@ -402,6 +405,21 @@ def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
     inner = {key: whole if value is LLAMA else value for key, value in config.items()}
     assert predict_kv(inner, 2) == predict_kv(whole, 2)
     assert find_unknown_dimensions(inner) == ()
+
+
+def test_dimensions_that_published_configs_omit_are_known():
+    """The config of Gemma 3 4B names neither heads nor the pattern of its layers. A model of states has no heads."""
+    inner = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    gemma = {"model_type": "gemma3", "text_config": inner}
+    assert predict_kv(gemma, 2) == KvParameters(5 * 2 * 4 * 256 * 2, 256, 0, 1024, 29 * 2 * 4 * 256 * 2)
+    assert find_unknown_dimensions(gemma) == ()
+    states = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "state_size": 8, "conv_kernel": 4}
+    assert predict_kv(states, 2) == KvParameters(0, 256, 2 * 128 * (3 + 8) * 2)
+    assert find_unknown_dimensions(states) == ()
+    named = {"layer_types": ["sliding_attention", "mamba"], "sliding_window": 9, "hidden_size": 64}
+    assert find_unknown_dimensions(named) == ("num_attention_heads",)
+    assert find_unknown_dimensions({**named, "sliding_window": None}) == ("num_attention_heads",)
+    assert find_unknown_dimensions({**named, "num_attention_heads": 4}) == ()
 
 
 def test_the_seed_case_of_a_long_prompt_takes_the_bytes_of_the_formula():
@@ -773,6 +791,9 @@ def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 MAMBA = {"mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 2, "mamba_d_conv": 4}
+MAMBA_STATE = 3 * (32 + 2 * 8) * 2 + 32 * 4 * 4
+GRIFFIN = KvParameters(0, 256, 2 * 4 * 64 * 2, 9, 256)
+NO_ATTENTION = ({"attention": {"no_op": True}}, {"attention": {"replace_with_linear": True}}, {"ffn": None})
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
@@ -810,6 +831,108 @@ DELTA = {
         ({"sliding_window_pattern": 2}, KvParameters(512, 256)),
         ({"sliding_window": 512, "sliding_window_pattern": 3}, KvParameters(128, 256, 0, 512, 384)),
         ({"full_attention_interval": 3}, KvParameters(128, 256, 3 * 64 * 16)),
+        ({"full_attention_interval": 0, "layer_group_size": 3}, KvParameters(256, 256, 2 * 4 * 16 * 16 * 4)),
+        ({"full_attn_idxs": [1, 3], "conv_L_cache": 4}, KvParameters(256, 256, 2 * 3 * 64 * 2)),
+        ({"attn_layer_period": 4, "attn_layer_offset": 3, **MAMBA}, KvParameters(128, 256, 3 * MAMBA_STATE)),
+        ({"attn_layer_period": 3, "attn_layer_offset": 0, **MAMBA}, KvParameters(256, 256, 2 * MAMBA_STATE)),
+        ({"mamba_step": 2, **MAMBA}, KvParameters(256, 256, 2 * MAMBA_STATE)),
+        ({"mamba_d_ssm": 32, **MAMBA}, KvParameters(512, 256, 4 * MAMBA_STATE)),
+        (
+            {"layers_block_type": ["mamba", "attention"], "mamba_expand": 2, "mamba_d_state": 8, "mamba_d_conv": 4},
+            KvParameters(128, 256, (3 + 8) * 128 * 2),
+        ),
+        ({"num_kv_shared_layers": 1}, KvParameters(384, 256)),
+        ({"num_kv_shared_layers": 9}, KvParameters(0, 256)),
+        ({"num_kv_shared_layers": 4, "layer_types": ["full_attention"] * 3}, KvParameters(0, 256)),
+        (
+            {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 9,
+                "num_kv_shared_layers": 1,
+            },
+            KvParameters(128, 256, 0, 9, 256),
+        ),
+        (
+            {"global_head_dim": 32, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            KvParameters(4 * 2 * 1 * 32 * 2, 256),
+        ),
+        ({"global_head_dim": 32, "num_global_key_value_heads": 1}, KvParameters(4 * 2 * 2 * 32 * 2, 256)),
+        ({"block_types": ["recurrent", "attention"], "conv1d_width": 4, "attention_window_size": 9}, GRIFFIN),
+        ({"_block_types": ["recurrent", "attention"], "conv1d_width": 4, "attention_window_size": 9}, GRIFFIN),
+        ({"sliding_window_pattern": "LLG", "sliding_window": 9}, KvParameters(128, 256, 0, 9, 384)),
+        (
+            {"sliding_window_layers": [1], "sliding_window": 9, "conv_window": 2, "num_swa_key_value_heads": 4},
+            KvParameters(384, 256, 4 * 128 * 2, 9, 256),
+        ),
+        ({"hybrid_layer_pattern": [0, 1, 1, 1], "sliding_window_size": 9}, KvParameters(128, 256, 0, 9, 384)),
+        ({"loop_window_size": 9}, KvParameters(512, 256, 0, 9, 512)),
+        ({"num_loops": 2}, KvParameters(1024, 256)),
+        ({"decay_low_rank_dim": 8}, KvParameters(0, 256, 4 * (2 * 64 + 64 * 16) * 2)),
+        (
+            {"state_size": 4, "conv_kernel": 4, "num_heads": 2, "head_dim": 16, "n_groups": 2},
+            KvParameters(0, 256, 4 * MAMBA_STATE),
+        ),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 4}}, *NO_ATTENTION]}, KvParameters(128, 256)),
+        (
+            {"block_configs": [{"attention": {"n_heads_in_group": 4}}, *NO_ATTENTION], "num_key_value_heads": None},
+            KvParameters(64, 256),
+        ),
+        (
+            {"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+            KvParameters(256, 256),
+        ),
+        ({**MLA, "model_type": "longcat_flash"}, KvParameters(4 * 2 * (32 + 16) * 2, 256)),
+        ({"sparse_attention_config": {"sparse_index_dim": 8}}, KvParameters(4 * (2 * 2 * 16 + 8) * 2, 256)),
+        (
+            {
+                "linear_attn_config": {
+                    "full_attn_layers": [4],
+                    "num_heads": 2,
+                    "head_dim": 8,
+                    "short_conv_kernel_size": 4,
+                }
+            },
+            KvParameters(128, 256, 3 * (3 * 3 * 2 * 8 * 2 + 2 * 8 * 8 * 4)),
+        ),
+        ({"full_attn_idxs": list(range(9))}, KvParameters(512, 256)),
+        ({"sliding_window_layers": list(range(9)), "sliding_window": 9}, KvParameters(0, 256, 0, 9, 512)),
+        (
+            {
+                "hybrid_layer_pattern": [0, 1, 1, 1],
+                "sliding_window_size": 9,
+                "swa_num_key_value_heads": 4,
+                "swa_head_dim": 32,
+            },
+            KvParameters(128, 256, 0, 9, 3 * 2 * 4 * 32 * 2),
+        ),
+        ({"layer_types": ["mamba", "attention"], "mamba_d_ssm": 32, **MAMBA}, KvParameters(128, 256, MAMBA_STATE)),
+        ({"num_loops": 2, "loop_window_size": 9}, KvParameters(1024, 256, 0, 9, 1024)),
+        ({"block_types": ["recurrent"] * 6 + ["x"] * 6, "conv1d_width": 4}, KvParameters(0, 256, 4 * 4 * 64 * 2)),
+        ({"num_hidden_layers": 3, "mamba_step": 4, **MAMBA}, KvParameters(128, 256, 2 * MAMBA_STATE)),
+        ({"attn_layer_period": 4, **MAMBA}, KvParameters(128, 256, 3 * MAMBA_STATE)),
+        ({"attn_layer_period": 2, "attn_layer_offset": 8, **MAMBA}, KvParameters(0, 256, 4 * MAMBA_STATE)),
+        ({"state_size": 4}, KvParameters(512, 256)),
+        ({"conv_kernel": 4}, KvParameters(512, 256)),
+        ({"model_type": "gpt_oss", "sliding_window": 9}, KvParameters(256, 256, 0, 9, 256)),
+        ({"model_type": "qwen3_next"}, KvParameters(128, 256, 3 * 64 * 16)),
+        (
+            {
+                "layer_types": ["mamba"],
+                "mamba_n_heads": 2,
+                "mamba_expand": 2,
+                "mamba_d_state": 4,
+                "mamba_d_conv": 4,
+            },
+            KvParameters(0, 256, (3 + 4) * 128 * 2),
+        ),
+        ({"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_state": 4}, KvParameters(0, 256, 64 * 16)),
+        ({"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_conv": 4}, KvParameters(0, 256, 64 * 16)),
+        ({"hybrid_override_pattern": ["M", "*"], **MAMBA}, KvParameters(128, 256, MAMBA_STATE)),
+        (
+            {"block_configs": [{"attention": {"n_heads_in_group": n}} for n in (4, 2)], "num_key_value_heads": None},
+            KvParameters(256, 256),
+        ),
+        ({"conv_window": 2, "num_swa_key_value_heads": 1}, KvParameters(512, 256, 4 * 64 * 2)),
         ({"num_hidden_layers": True}, KvParameters(0, 256)),
         ({"num_hidden_layers": -4}, KvParameters(0, 256)),
         ({"torch_dtype": None, "dtype": "float32"}, KvParameters(4 * 2 * 2 * 16 * 4, 256)),

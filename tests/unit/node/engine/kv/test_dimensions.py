@@ -171,6 +171,136 @@ def test_states_of_mamba_are_foreseen_as_they_are_kept(kind: str, more: dict[str
     assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
 
 
+HYBRID: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "sliding_window": 32,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+MAMBA_1: dict[str, Any] = {"state_size": 8, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True}
+BLOCK = {"no_op": False, "replace_with_linear": False, "n_heads_in_group": None}
+INNER = {"no_op": False, "replace_with_linear": False, "ffn_mult": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gemma3_text", {"head_dim": 16}),
+        (
+            "gemma4_text",
+            {
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "num_kv_shared_layers": 3,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                "vocab_size_per_layer_input": 64,
+                "hidden_size_per_layer_input": 8,
+            },
+        ),
+        (
+            "falcon_h1",
+            {
+                "head_dim": 16,
+                "mamba_d_ssm": 64,
+                "mamba_n_heads": 4,
+                "mamba_d_head": 16,
+                "mamba_d_state": 8,
+                "mamba_n_groups": 2,
+                "mamba_d_conv": 4,
+            },
+        ),
+        (
+            "jamba",
+            {
+                "attn_layer_offset": 1,
+                "attn_layer_period": 4,
+                "expert_layer_offset": 1,
+                "expert_layer_period": 2,
+                "num_experts": 1,
+                "num_experts_per_tok": 1,
+                "mamba_d_conv": 4,
+                "mamba_d_state": 8,
+                "mamba_expand": 2,
+                "max_position_embeddings": 2048,
+            },
+        ),
+        ("mamba", {**MAMBA_1, "time_step_rank": 4}),
+        (
+            "mamba2",
+            {
+                **MAMBA_1,
+                "num_heads": 4,
+                "head_dim": 16,
+                "n_groups": 2,
+                "layer_norm_epsilon": 1e-5,
+                "time_step_limit": [0.0, 1e9],
+                "time_step_rank": 4,
+            },
+        ),
+        (
+            "recurrent_gemma",
+            {
+                "block_types": ["recurrent", "recurrent", "attention"],
+                "num_key_value_heads": 1,
+                "attention_window_size": 32,
+                "attention_bias": False,
+                "conv1d_width": 4,
+                "logits_soft_cap": 30.0,
+            },
+        ),
+        (
+            "kimi_linear",
+            {
+                **MLA,
+                "num_hidden_layers": 4,
+                "head_dim": 16,
+                "linear_attn_config": {
+                    "full_attn_layers": [4],
+                    "kda_layers": [1, 2, 3],
+                    "head_dim": 16,
+                    "num_heads": 4,
+                    "short_conv_kernel_size": 4,
+                },
+                "num_experts": 2,
+                "first_k_dense_replace": 4,
+                "model_max_length": 2048,
+                "torch_dtype": "bfloat16",
+            },
+        ),
+        (
+            "nemotron-nas",
+            {
+                "num_key_value_heads": None,
+                "hidden_act": "silu",
+                "max_position_embeddings": 2048,
+                "attention_bias": False,
+                "mlp_bias": False,
+                "block_configs": [
+                    {"attention": {**BLOCK, "n_heads_in_group": 4}, "ffn": INNER},
+                    {"attention": {**BLOCK, "no_op": True}, "ffn": INNER},
+                    {"attention": {**BLOCK, "replace_with_linear": True}, "ffn": INNER},
+                ]
+                * 2,
+            },
+        ),
+    ],
+)
+def test_layers_of_several_kinds_are_foreseen_as_they_are_kept(kind: str, more: dict[str, Any]):
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    config = {"model_type": kind, **HYBRID, **more}
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
+
+
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
     unknown = predict_kv({"model_type": "deepseek_v9", **MLA}, 4)
     assert unknown == predict_kv({"model_type": "deepseek_v2", **MLA}, 4)
