@@ -237,7 +237,9 @@ def test_check_certificates_of_a_node_uses_own_and_earliest_presented_expiry(tmp
     }
     lives(tmp_path, 60 * DAY)
     found = checks.check_certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
-    assert round(float(found.numbers["coordinator"] or 0) / DAY) == 20, "the file is newer than what is presented"
+    assert round(float(found.numbers["coordinator"] or 0) / DAY) == 20, (
+        "the presented certificate expires before the one in the file"
+    )
     found = checks.check_certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
     assert (found.result, "node has expired" in found.text) == ("fail", True)
 

@@ -110,6 +110,15 @@ def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[st
     assert measure_extent(cache).size == sum_nbytes(cache) <= compute_row_bytes(measured, 300)
 
 
+def check_foreseen(config: dict[str, Any]) -> None:
+    """Check the estimate of a config against the cache of a model that mlx-lm makes from the config."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(mx.bfloat16)
+    mx.eval(model.parameters())
+    assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
+
+
 MAMBA: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
@@ -163,12 +172,7 @@ MAMBA: dict[str, Any] = {
     ],
 )
 def test_states_of_mamba_are_foreseen_as_they_are_kept(kind: str, more: dict[str, Any]):
-    module = importlib.import_module(f"mlx_lm.models.{kind}")
-    config = {"model_type": kind, **MAMBA, **more}
-    model = module.Model(module.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
+    check_foreseen({"model_type": kind, **MAMBA, **more})
 
 
 HYBRID: dict[str, Any] = {
@@ -293,12 +297,7 @@ INNER = {"no_op": False, "replace_with_linear": False, "ffn_mult": 1.0}
     ],
 )
 def test_layers_of_several_kinds_are_foreseen_as_they_are_kept(kind: str, more: dict[str, Any]):
-    module = importlib.import_module(f"mlx_lm.models.{kind}")
-    config = {"model_type": kind, **HYBRID, **more}
-    model = module.Model(module.ModelArgs.from_dict(config))
-    model.set_dtype(mx.bfloat16)
-    mx.eval(model.parameters())
-    assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
+    check_foreseen({"model_type": kind, **HYBRID, **more})
 
 
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
