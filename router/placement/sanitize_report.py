@@ -34,6 +34,8 @@ UNMEASURED_PREFILL = 200.0
 """Prefill speed of a node without a measurement, in tokens per second. It is low: measured nodes are preferred."""
 UNMEASURED_DECODE = 20.0
 """Decode speed of a node without a measurement, in tokens per second."""
+MIN_SPEED = 0.001
+"""Minimum of a measured speed, in tokens per second: times at this speed are finite. A lower one counts as unmeasured."""
 UNMEASURED_RATIO = 4.0
 """Bytes of request text per prompt token until the node has measured the ratio: English prose."""
 MAX_CONTEXT = 100_000_000
@@ -329,7 +331,7 @@ def _is_possible_group(group: BatchGroup) -> bool:
 
 
 def _sanitize_speed(speed: float, unmeasured: float) -> float:
-    return speed if math.isfinite(speed) and speed > 0 else unmeasured
+    return speed if math.isfinite(speed) and speed >= MIN_SPEED else unmeasured
 
 
 def _limit_seconds(seconds: float) -> float:

@@ -14,6 +14,7 @@ from router.placement.sanitize_report import (
     MAX_KV_STEP,
     MAX_LOAD_SECONDS,
     MAX_TEXT_CHARS,
+    UNMEASURED_DECODE,
     UNMEASURED_PREFILL,
     build_node_view,
     sanitize_memory,
@@ -244,10 +245,17 @@ def test_the_first_of_two_models_with_one_name_counts():
     assert seen(report).models["m"].context == 1
 
 
-@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("speed", [0.0, -1.0, math.nan, math.inf, 5e-324, math.nextafter(0.001, 0.0)])
 def test_an_impossible_speed_reads_as_unmeasured(speed: float):
-    report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=speed),))
-    assert seen(report).models["m"].prefill_speed == UNMEASURED_PREFILL
+    report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=speed, decode_speed=speed),))
+    model = seen(report).models["m"]
+    assert (model.prefill_speed, model.decode_speed) == (UNMEASURED_PREFILL, UNMEASURED_DECODE)
+
+
+def test_a_slow_but_possible_speed_is_kept():
+    report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=0.001, decode_speed=0.001),))
+    model = seen(report).models["m"]
+    assert (model.prefill_speed, model.decode_speed) == (0.001, 0.001)
 
 
 def test_sanitize_report_replaces_an_unsafe_name_by_the_id():
