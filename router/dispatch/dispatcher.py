@@ -271,7 +271,7 @@ class Dispatcher:
             self.apply(request, RequestDenied(refused))
         else:
             self.placer.record_request(request.demand.model)
-            self._parts.assignment.assign(request)
+            self._parts.assignment.assign_new(request)
         if not self._open:
             self._quiet.clear()
         self._open[request.number] = request

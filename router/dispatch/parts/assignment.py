@@ -14,13 +14,15 @@ from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.endings import Endings
 from router.dispatch.parts.placer import Placer
-from router.dispatch.request_events import Event, NoRoom, Placed
+from router.dispatch.request import RequestFailure
+from router.dispatch.request_events import Event, NoRoom, Placed, Stopped
 from router.placement.candidate import Candidate, NoPlacement, Placement
 from router.placement.reservations import ReservationLedger
 from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
-from wire.refusals import RefusalCode
+from wire.refusals import FailureCode, RefusalCode
 
+UNSENDABLE = "the request cannot be sent to a node: shorten it, or report the log of the coordinator"
 MAX_NODES_IN_A_ROW = 4
 """Maximum nodes to which a request is sent, one directly after the other, before it is queued."""
 
@@ -59,6 +61,17 @@ class Assignment:
         attempt, seq = self._numbers()
         self._apply(request, Placed(attempt, seq, chosen, need))
         return request.life.attempt == attempt
+
+    def assign_new(self, request: ActiveRequest) -> None:
+        """Assign a new request (`assign`). If a send raises, end the request with a failure, and raise the exception.
+
+        The end settles the charge of the key's quota.
+        """
+        try:
+            self.assign(request)
+        except Exception:
+            self._apply(request, Stopped(RequestFailure(FailureCode.ROUTER_ERROR, UNSENDABLE)))
+            raise
 
     def assign(self, request: ActiveRequest) -> None:
         """Place a request and send it to the chosen node. Without a link to that node, place the request again.

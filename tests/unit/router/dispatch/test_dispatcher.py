@@ -809,6 +809,8 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     with pytest.raises(OSError, match="broken"):
         cluster.submit()
     cluster.settled()
+    assert cluster.dispatcher.quotas.count_open("k") == 0, "the key is not charged for it any more"
+    assert cluster.dispatcher.counters.requests == {"router_error": 1}
 
 
 # illegal events
