@@ -266,7 +266,7 @@ def _apply_no_room(life: RequestLife, event: NoRoom, now: float) -> Step:
 
 
 def _apply_deadline_passed(life: RequestLife, _: DeadlinePassed, now: float) -> Step:
-    return replace(life, state=_NEW, since=now), (Dequeue(),)
+    return replace(life, state=_NEW, since=now, in_a_row=0), (Dequeue(),)
 
 
 def _apply_denied(life: RequestLife, event: RequestDenied, now: float) -> Step:

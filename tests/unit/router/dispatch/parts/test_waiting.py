@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
 from router.dispatch.request import PULL
 from router.dispatch.request_state import RequestState
 from tests.support.cluster.loopback_cluster import a_model
@@ -100,4 +101,23 @@ async def test_a_request_for_the_share_of_its_key_goes_to_the_node_that_answers_
     assert requests[-1].node == B
     for request in requests:
         cluster.dispatcher.close(request)
+    cluster.settled()
+
+
+async def test_sends_without_a_link_do_not_count_against_a_request_at_its_deadline() -> None:
+    cluster = Cluster(A, queue_timeout_seconds=30.0)
+    full(cluster, A)
+    request = cluster.submit()
+    cluster.cut.add(A)
+    for _ in range(MAX_NODES_IN_A_ROW):
+        roomy(cluster, A)
+        await turn()
+    assert (request.state, request.attempts) == (RequestState.QUEUED, MAX_NODES_IN_A_ROW)
+    cluster.cut.clear()
+    cluster.now += 30.0
+    cluster.report()
+    cluster.dispatcher.sweep()
+    assert (request.state, request.node) == (RequestState.SENT, A)
+    cluster.finish()
+    cluster.dispatcher.shutdown()
     cluster.settled()
