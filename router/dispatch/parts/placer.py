@@ -26,6 +26,7 @@ from router.placement.place import evaluate_node, place
 from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
+from wire.models.kind import get_kind
 from wire.refusals import RefusalCode, Refused
 
 FAILING = "failing"
@@ -237,8 +238,8 @@ class Placer:
         With several models, return the refusal of the last one. Without models, return that no node has reported one.
         """
         refused = "no node has reported a model"
-        for name in self.view.get_models():
-            result = self.preview(ResourceDemand(name, prompt_bytes=64))
+        for name, model in self.view.get_models().items():
+            result = self.preview(ResourceDemand(name, prompt_bytes=64, kind=get_kind(model.features)))
             if isinstance(result, Placement):
                 return ""
             refused = result.refused.message

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from random import Random
 
+import msgspec
 import pytest
 
 from router.admission.rate_limits import KeyLimits
@@ -774,6 +775,13 @@ async def test_find_outage_reason_names_the_cause(one: Cluster):
     one.report()
     assert "node-a is asleep" in one.dispatcher.find_outage_reason()
     assert Cluster().dispatcher.find_outage_reason() == "no node has reported a model"
+
+
+@pytest.mark.parametrize("kind", ["embed", "rerank"])
+async def test_a_pool_without_chat_models_has_no_outage(one: Cluster, kind: str):
+    one.models = (msgspec.structs.replace(one.models[0], features=(kind,)),)
+    one.report()
+    assert one.dispatcher.find_outage_reason() == ""
 
 
 async def test_preview_decides_without_acting(one: Cluster):
