@@ -13,7 +13,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable
 
-from router.dispatch.request import CompleteAnswer, Outcome
+from router.dispatch.request import SLOW, CompleteAnswer, Outcome
 from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
@@ -149,6 +149,12 @@ class StreamedAnswer(Answer):
     def mark_opened(self) -> None:
         """Record that the client has the status of the answer: a later refusal can no longer set the HTTP status."""
         self.opened = True
+
+    def end_unread(self) -> None:
+        """Replace the outcome by `SLOW` and notify the reader, because the client does not read the rest of an answer
+        whose request has ended."""
+        self.outcome = SLOW
+        self.flush()
 
     def set_blocked(self, blocked: bool) -> None:
         """Record whether the write buffer of the client's transport is full (`blocked`)."""

@@ -59,13 +59,13 @@ class StreamWatchdog:
     def check(self, request: ActiveRequest) -> None:
         """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
 
-        Each call counts as one interval. Collected answers and answers of an upstream are skipped. A queued request is
-        skipped as long as its stream is not open and it waits for no model swap. For all answers, discard the token ids
+        Each call counts as one interval. Collected answers, answers of an upstream, and streams that were ended before are
+        skipped. A queued request is skipped as long as its stream is not open and it waits for no model swap. For all answers, discard the token ids
         of a node that sent more tokens than the limit of the request.
         """
         request.tokens.discard_excess()
         answer = request.answer
-        if not isinstance(answer, StreamedAnswer) or answer.upstream:
+        if not isinstance(answer, StreamedAnswer) or answer.upstream or answer.outcome is SLOW:
             return
         progress = self._progress.setdefault(request.number, _Progress(0, 0.0))
         if answer.takes != progress.takes:
@@ -77,7 +77,7 @@ class StreamWatchdog:
         still_seconds = progress.add_seconds(self._interval)
         if answer.blocked and answer.opened:
             if still_seconds >= self._slow_seconds:
-                self._end_slow(request)
+                self._end_slow(request, answer)
         elif still_seconds >= self._keepalive_seconds:
             answer.request_keepalive()
 
@@ -87,13 +87,16 @@ class StreamWatchdog:
         The caller has found that `buffered` is above `slow_client_bytes`. A shorter collected answer continues.
         """
         if isinstance(request.answer, StreamedAnswer):
-            self._end_slow(request)
+            self._end_slow(request, request.answer)
         elif request.answer.buffered > MAX_ANSWER_CHARS:
             text = f"the answer is longer than {MAX_ANSWER_CHARS} characters: use stream or lower max_tokens"
             self._apply(request, Stopped(RequestFailure(FailureCode.ANSWER_TOO_LONG, text)))
 
-    def _end_slow(self, request: ActiveRequest) -> None:
-        """End a stream whose reader does not read."""
+    def _end_slow(self, request: ActiveRequest, answer: StreamedAnswer) -> None:
+        """End a stream whose reader does not read, also if its request has ended already."""
         self._counters.count_slow_client()
-        request.answer.discard()
-        self._apply(request, Stopped(SLOW))
+        answer.discard()
+        if request.outcome is None:
+            self._apply(request, Stopped(SLOW))
+        else:
+            answer.end_unread()

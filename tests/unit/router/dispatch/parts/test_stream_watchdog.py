@@ -4,6 +4,7 @@ from router.dispatch.answer import StreamedAnswer
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import SLOW
 from tests.support.cluster.manual_pool import A, Cluster
+from wire.frames import Finished
 
 
 def sweep(cluster: Cluster, seconds: float) -> None:
@@ -41,4 +42,22 @@ async def test_a_reader_ends_after_its_seconds_without_progress() -> None:
     assert request.outcome is SLOW
     assert cluster.dispatcher.counters.slow_clients == 1
     cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_reader_of_a_complete_answer_ends_once_and_gets_no_end_without_its_text() -> None:
+    cluster = Cluster(A, slow_client_seconds=10.0)
+    request = cluster.submit()
+    answer = request.answer
+    assert isinstance(answer, StreamedAnswer)
+    answer.mark_opened()
+    cluster.speak()
+    cluster.finish()
+    flushed: list[object] = []
+    answer.attach(lambda: flushed.append(answer.outcome))
+    sweep(cluster, 30.0)
+    assert flushed == [SLOW], "the reader abandons its stream"
+    assert cluster.dispatcher.counters.slow_clients == 1
+    assert isinstance(request.outcome, Finished)
+    cluster.dispatcher.close(request)
     cluster.settled()
