@@ -96,12 +96,14 @@ class Attempts:
     def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
         """Send the request of an attempt to its node. Return False if the node has no link any more.
 
-        A request for embeddings or scores starts again: the vectors of an earlier attempt are discarded.
+        A request for embeddings or scores starts again: once sent, the vectors of an earlier attempt are discarded.
         """
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
-            request.answer.discard()
-            return self._send(placed.chosen.node, _build_embed(request, action, spec.embed, self._scopes.scope))
+            sent = self._send(placed.chosen.node, _build_embed(request, action, spec.embed, self._scopes.scope))
+            if sent:  # else an earlier attempt, from which the request was to move, continues
+                request.answer.discard()
+            return sent
         known = () if action.first else request.tokens.get_ids()
         version = request.version if known else UNKNOWN_VERSION
         frame = Generate(  # by position: with names it takes ten times as long

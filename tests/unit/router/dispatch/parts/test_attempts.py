@@ -54,6 +54,22 @@ async def test_vectors_of_a_lost_attempt_do_not_complete_the_next(two: Cluster, 
     assert "did not send a valid vector for each text" in request.outcome.message
 
 
+async def test_vectors_are_kept_when_a_move_finds_no_link(two: Cluster) -> None:
+    two.models = (a_model(features=("embed",)),)
+    two.report()
+    demand = ResourceDemand("tiny", 10, kind=ModelKind.EMBED)
+    embed = EmbeddingInput(("one", "two"))
+    request = two.dispatcher.submit(RequestSpec(demand, "k", "r", (), GenerationParams(), 0, False, embed=embed))
+    node, frame = two.sent[-1]
+    assert isinstance(frame, Embed)
+    two.dispatcher.receive(node, Vectors(frame.request, (0,), struct.pack("<f", 1)))
+    two.cut.add(B if node == A else A)
+    assert two.dispatcher.migrate_node(node) == 1
+    two.dispatcher.receive(node, Vectors(frame.request, (1,), struct.pack("<f", 1)))
+    two.dispatcher.receive(node, Finished(frame.request, (), 2, 0))
+    assert isinstance(request.outcome, Finished)
+
+
 async def test_a_node_without_a_link_is_a_step_and_the_next_node_is_tried(two: Cluster) -> None:
     two.submit()
     cut, _ = two.last()
