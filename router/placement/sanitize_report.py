@@ -35,7 +35,7 @@ UNMEASURED_PREFILL = 200.0
 UNMEASURED_DECODE = 20.0
 """Decode speed of a node without a measurement, in tokens per second."""
 MIN_SPEED = 0.001
-"""Minimum of a measured speed, in tokens per second: times at this speed are finite. A lower one counts as unmeasured."""
+"""Minimum of a measured speed, in tokens per second. A lower speed counts as unmeasured."""
 UNMEASURED_RATIO = 4.0
 """Bytes of request text per prompt token until the node has measured the ratio: English prose."""
 MAX_CONTEXT = 100_000_000

@@ -59,9 +59,9 @@ class StreamWatchdog:
     def check(self, request: ActiveRequest) -> None:
         """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
 
-        Each call counts as one interval. Collected answers, answers of an upstream, and streams that were ended before are
-        skipped. A queued request is skipped as long as its stream is not open and it waits for no model swap. For all answers, discard the token ids
-        of a node that sent more tokens than the limit of the request.
+        Each call counts as one interval. Skipped are collected answers, answers of an upstream, and streams that were
+        ended before. A queued request is skipped as long as its stream is not open and it waits for no model swap. For
+        all answers, discard the token ids of a node that sent more tokens than the limit of the request.
         """
         request.tokens.discard_excess()
         answer = request.answer
