@@ -175,6 +175,8 @@ class AdmissionQueue(Generic[T]):
         return alone and self._estimate_wait(self._count + 1, now) <= deadline - now
 
     def _enqueue(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> QueuedRequest[T]:
+        if not self._count and self._left_at:
+            self._left_at = now  # the time without queued requests is not part of the pace
         self._number += 1
         entry = QueuedRequest(item, key, max(1, cost), now, deadline, self._number)
         self._lanes.setdefault(key, _KeyQueue()).append(entry, weight)

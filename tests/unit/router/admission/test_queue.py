@@ -78,6 +78,19 @@ def test_before_any_has_left_a_refusal_names_half_of_the_time_until_the_oldest_m
     assert (refused.code, refused.retry_after) == (RefusalCode.QUEUE_FULL, seconds)
 
 
+def test_retry_time_excludes_the_time_without_queued_requests():
+    queue: AdmissionQueue[str] = AdmissionQueue(2)
+    offer(queue, "0", "k")
+    offer(queue, "1", "k")
+    queue.place_waiting(1.0, lambda item, keep: item == "0")
+    queue.place_waiting(3.0, lambda item, keep: item == "1")
+    for number in (2, 3):
+        assert isinstance(queue.offer(str(number), f"k{number}", 1, 3600.0, 3630.0, 2), QueuedRequest)
+    refused = queue.offer("one more", "late", 1, 3601.0, 3631.0, 2)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after == 2 * 2.0, "one left in two seconds"
+
+
 def test_a_round_without_placed_requests_does_not_raise_the_pace():
     queue: AdmissionQueue[str] = AdmissionQueue(6)
     for number in range(6):
