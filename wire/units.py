@@ -1,6 +1,7 @@
 """Sizes: `int` bytes in code, texts such as "96GiB" for people. Counts with their nouns."""
 
 import re
+from decimal import Decimal
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -35,7 +36,7 @@ def parse_size(text: str | int, *, total: int | None = None) -> int:
     if match is None or (unit not in _FACTOR and unit != "%"):
         raise ValueError(f'{text!r} is not a size: write "96GiB", "12GB", "80%" or a number of bytes')
     if unit != "%":
-        return int(float(match[1]) * _FACTOR[unit]) if "." in match[1] else int(match[1]) * _FACTOR[unit]
+        return int(Decimal(match[1]) * _FACTOR[unit])
     if total is None or float(match[1]) > 100:
         raise ValueError(f"{text!r}: a percentage must be at most 100 %, and this setting needs a known total")
     return int(total * float(match[1]) / 100)

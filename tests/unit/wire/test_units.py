@@ -7,7 +7,7 @@ from wire.units import GIB, parse_size, show_count, show_size
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("96GiB", 96 * GIB), ("12 GB", 12 * 10**9), ("80%", 800), ("0", 0), ("1.5KiB", 1536), (77, 77), ("5b", 5)],
+    [("96GiB", 96 * GIB), ("12 GB", 12 * 10**9), ("80%", 800), ("0", 0), ("1.5KiB", 1536), (77, 77), ("5b", 5), ("0.29GB", 290_000_000)],
 )
 def test_sizes_are_read(text: str | int, size: int) -> None:
     assert parse_size(text, total=1000) == size
@@ -17,6 +17,10 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
 def test_parse_size_refuses_invalid_text(text: str | int) -> None:
     with pytest.raises(ValueError):
         parse_size(text, total=1000)
+
+
+def test_a_size_may_have_more_digits_than_a_float() -> None:
+    assert 9 * 10**399 <= parse_size("9" * 400 + ".5") < 10**401
 
 
 def test_a_percentage_needs_a_whole() -> None:
