@@ -519,6 +519,7 @@ def test_a_batch_is_counted_in_rows_of_2048_tokens_or_of_the_models_context():
     assert compute_max_batch(replace(memory, cap=memory.cap - 1), model, 8) == 2
     assert compute_max_batch(memory, model, 2) == 2
     assert compute_max_batch(memory, replace(model, context=1024), 8) == 6
+    assert compute_max_batch(memory, replace(model, context=0), 8) == 3, "an unknown context"
     assert compute_max_batch(Memory(cap=500), model, 8) == 0
     forward = TransientModel(token=3, floor=4096)
     assert compute_max_batch(Memory(cap=500 + 2048 + 3 * 2047), replace(model, forward=forward), 8) == 1, (
