@@ -105,7 +105,7 @@ class Announcement:
         log.info("bonjour announced", name=self._instance, addresses=current_addresses)
 
     async def _withdraw(self) -> None:
-        zeroconf, self._zeroconf, self._announced = self._zeroconf, None, []
+        zeroconf, self._announced = self._zeroconf, []
         self.ready.clear()
         if zeroconf is None:
             return
@@ -115,6 +115,7 @@ class Announcement:
         with contextlib.suppress(Exception):
             async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_close()
+        self._zeroconf = None  # not before: `close` cancels a withdrawal for new addresses, and withdraws again
 
     def _build_record(self, addresses: list[str]) -> AsyncServiceInfo:
         label = self._instance.removesuffix("." + SERVICE_TYPE)

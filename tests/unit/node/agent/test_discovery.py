@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 import ifaddr
+import psutil
 import pytest
 
 from host.bonjour_announce import Announcement
@@ -126,6 +127,22 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
         assert await locate_coordinator(forgotten, 10, interfaces=LOOPBACK) == door.address
         for announced in both:
             await announced.close()
+
+
+@needs_multicast
+async def test_no_socket_stays_open_when_it_closes_while_its_addresses_change() -> None:
+    process, addresses = psutil.Process(), list(LOOPBACK)
+    before = len(process.net_connections("udp"))
+    announced = Announcement(BonjourRecord("new"), "air", uuid4().hex, 9, interfaces=addresses, look_every=0.01)
+    announced.start()
+    await asyncio.wait_for(announced.ready.wait(), 20)
+    assert len(process.net_connections("udp")) > before
+    addresses.clear()
+    async with asyncio.timeout(5):
+        while announced.ready.is_set():  # noqa: ASYNC110 - it has no event for the begin of a withdrawal
+            await asyncio.sleep(0.001)
+    await announced.close()
+    assert len(process.net_connections("udp")) == before
 
 
 async def test_no_address_means_no_record_and_no_error() -> None:
