@@ -132,20 +132,18 @@ class SwapPlanner:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._loaded_since: dict[tuple[NodeId, str], float] = {}
+        self._loaded_since: dict[NodeId, dict[str, float]] = {}
 
     def remove_node(self, node: NodeId) -> None:
         """Remove the state of a node that is no longer a member."""
-        self._loaded_since = {where: at for where, at in self._loaded_since.items() if where[0] != node}
+        self._loaded_since.pop(node, None)
 
     def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
         """Record since when (monotonic seconds) each of these nodes has each of its models loaded."""
         for node in nodes:
-            for model in node.models.values():
-                if model.loaded:
-                    self._loaded_since.setdefault((node.id, model.name), now)
-                else:
-                    self._loaded_since.pop((node.id, model.name), None)
+            before = self._loaded_since.get(node.id, {})
+            loaded = [model.name for model in node.models.values() if model.loaded]
+            self._loaded_since[node.id] = {name: before.get(name, now) for name in loaded}
 
     def step(self, snapshot: SwapInput, now: float) -> SwapPlan:
         """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap.
@@ -187,7 +185,7 @@ class SwapPlanner:
         if node is None or model is None or find_unavailable_reason(node, now)[0]:
             return EndTurn(turn, "the node is unavailable")
         if now - turn.began > self._timeout_seconds:
-            self._loaded_since.update({(turn.node, name): now for name in turn.leaving})
+            self._loaded_since.setdefault(turn.node, {}).update(dict.fromkeys(turn.leaving, now))
             return EndTurn(turn, f"the models were in use for {self._timeout_seconds:.0f} s")
         if turn.sent_at is not None:
             if (model.loaded or model.loading) and node.reported_at > turn.sent_at:
@@ -229,7 +227,7 @@ class SwapPlanner:
         self, name: str, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float
     ) -> bool:
         """Return whether the slice of a loaded model on a node has ended; False for a model that is not loaded."""
-        since = self._loaded_since.get((option.node.id, name))
+        since = self._loaded_since.get(option.node.id, {}).get(name)
         return since is not None and now - since >= self.compute_slice_seconds(
             name, queued.model, option.node, snapshot
         )

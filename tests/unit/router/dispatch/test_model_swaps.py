@@ -169,6 +169,18 @@ def test_model_in_use_is_unloaded_after_slice_and_wait():
     assert world.begun(SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
 
 
+def test_model_that_a_report_omits_gets_a_new_slice_when_it_returns():
+    world = busy()
+    world.step(SLICE - 1.0)
+    world.loaded[N1] = set()
+    omitted = world.models.pop("a")
+    world.picture()
+    world.models["a"] = omitted
+    world.loaded[N1] = {"a"}
+    assert world.begun(SLICE - 1.0) == []
+    assert world.begun(1.0) == [(N1, "b", {"a"})]
+
+
 def test_idle_model_is_unloaded_at_once():
     world = World("a", "b", "c", room=25 * GIB)
     world.node(N1, "a", "c")
