@@ -7,7 +7,16 @@ from wire.units import GIB, parse_size, show_count, show_size
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("96GiB", 96 * GIB), ("12 GB", 12 * 10**9), ("80%", 800), ("0", 0), ("1.5KiB", 1536), (77, 77), ("5b", 5), ("0.29GB", 290_000_000)],
+    [
+        ("96GiB", 96 * GIB),
+        ("12 GB", 12 * 10**9),
+        ("0.29GB", 290_000_000),
+        ("80%", 800),
+        ("0", 0),
+        ("1.5KiB", 1536),
+        (77, 77),
+        ("5b", 5),
+    ],
 )
 def test_sizes_are_read(text: str | int, size: int) -> None:
     assert parse_size(text, total=1000) == size
