@@ -172,6 +172,13 @@ class VisibleModels:
         served = self._nodes.get_served_models()
         return next((served[model] for model in self.aliases[alias] if model in served), None)
 
+    def is_loaded(self, model: str) -> bool:
+        """Return whether a node that the key may use has loaded a model, given by its own name.
+
+        The answer also counts for a model that the key may use only by an alias.
+        """
+        return model in self._nodes.get_loaded_models()
+
     def find_model(self, name: str) -> Model | None:
         """Return the model that a name means; None if no node can serve one.
 

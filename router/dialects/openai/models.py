@@ -108,7 +108,7 @@ def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, o
     model = models.find_alias_model(alias)
     if model is None:
         return {"id": alias, "object": "model", "created": created, "owned_by": ALIAS_OWNER, "alias": about}
-    loaded = model.name in models.view.get_loaded_models()
+    loaded = models.is_loaded(model.name)
     return {**_build_model(model, created, loaded=loaded), "id": alias, "owned_by": ALIAS_OWNER, "alias": about}
 
 

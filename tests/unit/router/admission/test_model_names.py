@@ -108,6 +108,7 @@ def test_visible_aliases_are_those_that_the_key_may_use():
     assert found is not None
     assert found.name == "big", "its models are not in the list of the key, and it may use them through the alias"
     assert through.view.get_models() == {}
+    assert (through.is_loaded("big"), through.is_loaded("missing")) == (True, False)
     assert NAMES.list_visible(view(), None).find_model("coder") is None
 
 
