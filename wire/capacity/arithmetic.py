@@ -383,10 +383,7 @@ def compute_max_context(memory: Memory, model: Model) -> int:
 
 
 def compute_max_batch(memory: Memory, model: Model, most: int) -> int:
-    """Return how many rows of usual length fit on the idle node, at most `most`.
-
-    The usual length is `DEFAULT_ROW_TOKENS`, or the context of the model if that is known and shorter.
-    """
+    """Return how many rows of usual length (`DEFAULT_ROW_TOKENS`) fit on the idle node, at most `most`."""
     length = min(DEFAULT_ROW_TOKENS, model.context or DEFAULT_ROW_TOKENS)
     return _find_largest(
         most, lambda rows: estimate_alone_bytes(model, length - 1, 1, rows) <= compute_most_bytes(memory)

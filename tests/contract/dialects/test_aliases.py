@@ -152,14 +152,6 @@ async def test_a_key_for_the_alias_alone_uses_its_candidates_and_sees_the_alias(
             await client.chat.completions.create(model="small-8b", messages=MESSAGES)
 
 
-async def test_a_key_for_the_alias_alone_sees_whether_its_model_is_loaded():
-    settings = RouterSettings(aliases={"large": ("big-30b",), "coder": ("small-8b",)})
-    async with served(settings) as cluster, plain(cluster) as client:
-        cluster.limits = lambda _: KeyLimits(models=("coder", "large"))
-        listed = (await client.get("/v1/models")).json()["data"]
-        assert [(row["id"], row["state"]) for row in listed] == [("coder", "loaded"), ("large", "not-loaded")]
-
-
 async def test_no_candidate_is_there():
     async with served() as cluster, library(cluster) as client:
         with pytest.raises(openai.NotFoundError, match="no candidate of gone can start now: nowhere: no node serves"):

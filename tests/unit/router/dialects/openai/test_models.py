@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from router.admission.rate_limits import KeyLimits
 from router.dialects.ollama import models as ollama_models
 from router.dialects.openai import models
 from router.errors import Problem
@@ -212,3 +213,10 @@ def test_aliases_are_listed_with_the_properties_of_their_first_candidate_that_a_
     problem = models.get_anthropic_model(visible, "none", CREATED)
     assert isinstance(problem, Problem)
     assert (problem.status, problem.code) == (404, "model_not_found")
+
+
+def test_a_key_for_an_alias_alone_sees_whether_its_model_is_loaded():
+    settings = RouterSettings(aliases={"coder": ("loaded",), "large": ("on-disk",)})
+    visible = list_visible(view(), settings, KeyLimits(models=("coder", "large")))
+    rows = json.loads(models.list_models(visible, CREATED))["data"]
+    assert [(row["id"], row["state"]) for row in rows] == [("coder", "loaded"), ("large", "not-loaded")]
