@@ -220,9 +220,16 @@ class ModelCatalogue:
             if name not in models and is_valid_model(name):
                 described = self._describe_cached(name, folder)
                 if described is not None:
-                    content = self._find_content(folder)
+                    content = self._find_content_now(folder)
                     models[name] = replace(described, content=content) if content else described
         return models
+
+    def _find_content_now(self, folder: Path) -> str:
+        """Return the content hash of a model folder, empty also if the folder cannot be read."""
+        try:
+            return self._find_content(folder)
+        except OSError:
+            return ""
 
     def _add_content(self, pinned: ModelDescriptor) -> ModelDescriptor:
         """Return the description of a loaded model with its content hash, if its files were hashed meanwhile.

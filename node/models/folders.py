@@ -99,7 +99,7 @@ def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]
 def _find_snapshot(folder: Path, marker: str) -> Path | None:
     try:
         revision = (folder / "refs" / "main").read_text().strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         revision = ""
     named = folder / "snapshots" / revision
     if revision and os.path.exists(named / marker):

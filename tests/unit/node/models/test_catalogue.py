@@ -303,6 +303,8 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
     assert list(find_snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
     assert set(library(HF_HOME=str(tmp_path)).get_models()) == {"org/name-4bit"}
+    (entry / "refs" / "main").write_bytes(b"\xff\xfe\n")
+    assert set(library(HF_HOME=str(tmp_path)).get_models()) == {"org/name-4bit"}, "a revision that is no text"
     unused = ModelCatalogue(ModelSettings(use_huggingface_cache=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
     assert set(unused.get_models()) == {EMBEDDED.name}
@@ -1048,6 +1050,21 @@ def test_scan_adds_the_content_hash_once_all_files_are_hashed(tmp_path: Path):
     (found,) = made.get_models().values()
     assert found.content == find_content(folder, store) != ""
     assert found.version.is_same(ModelVersion(found.fingerprint))
+
+
+def test_scan_continues_when_the_content_hash_of_a_folder_cannot_be_read(tmp_path: Path):
+    for name in ("a", "b"):
+        model(tmp_path / "models" / name)
+
+    def find(folder: Path) -> str:
+        if folder.name == "a":
+            raise OSError(errno.ESTALE, "stale file handle")
+        return "hash"
+
+    settings = ModelSettings(folders=(str(tmp_path / "models"),), use_huggingface_cache=False)
+    made = ModelCatalogue(settings, {}, find)
+    made.scan()
+    assert {name: found.content for name, found in made.get_models().items()} == {"a": "", "b": "hash"}
 
 
 def test_a_loaded_model_does_not_get_the_content_hash_of_files_that_replaced_its_own(tmp_path: Path):
