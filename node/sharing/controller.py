@@ -218,4 +218,4 @@ class SharingController:
 
 def _compute_second_of_day(now: float) -> float:
     local = time.localtime(now)
-    return local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
+    return local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec + now % 1

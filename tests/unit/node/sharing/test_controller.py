@@ -265,6 +265,10 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
     scene.now += 30.0
     sharer.update()
     assert sharer.compute_retry_after() == 30.0
+    for fraction in (0.1, 0.4, 0.6, 0.9):
+        scene.now = local(21, 59) + 30.0 + fraction
+        sharer.update()
+        assert sharer.to_report().until == local(22), fraction
     for hour, minute, shared in ((22, 0, True), (23, 59, True), (6, 59, True), (7, 0, False), (12, 0, False)):
         scene.now = local(hour, minute)
         sharer.update()
