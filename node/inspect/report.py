@@ -245,7 +245,7 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
         report["error"] = "no answer"
     except OSError as error:
         report |= {"errno": error.errno if report["errno"] is None else 0, "error": error.strerror or str(error)}
-    except EnrollError as error:
+    except (EnrollError, UnicodeError) as error:  # UnicodeError: an impossible host name, such as `a..b`
         report["error"] = str(error)
     return report
 

@@ -329,6 +329,8 @@ async def test_a_certificate_outside_its_validity_is_the_fault_of_a_clock(
         other = replace(known, ca=ClusterCa(tmp_path / "other", time.time).ca)
         seen = await asyncio.to_thread(dial_coordinator, other, door.address)
         assert (seen["proven"], "correct it" in seen["error"]) == (False, False), "another authority comes first"
+        seen = dial_coordinator(known, "a..b:8081")
+        assert (seen["proven"], "label empty" in seen["error"]) == (None, True), "no name of a host"
 
 
 async def test_an_unreachable_address_is_named_in_the_form_in_which_it_is_entered(tmp_path: Path) -> None:
