@@ -180,14 +180,19 @@ class WorkerMonitor:
         """Create the folder of the lease in place of an existing one, and lock its `guard` file. The worker may start
         after that.
 
-        Raise `OSError` if that fails.
+        Raise `OSError` if that fails; the folder is removed and its lock released before.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
-        create_private_folder(self.folder)
-        create_private_folder(self.folder / OUT)
-        create_private_folder(self.folder / SCRATCH)
-        self._guard = lock_file(self.folder / GUARD)
-        write_private(self.folder / GRANT, msgspec.json.encode(grant))
+        try:
+            create_private_folder(self.folder)
+            create_private_folder(self.folder / OUT)
+            create_private_folder(self.folder / SCRATCH)
+            self._guard = lock_file(self.folder / GUARD)
+            write_private(self.folder / GRANT, msgspec.json.encode(grant))
+        except OSError:
+            self.close()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
 
     @property
     def peak(self) -> int:

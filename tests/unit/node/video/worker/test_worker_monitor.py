@@ -1,11 +1,13 @@
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -166,6 +168,22 @@ def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
     lease_files.write_new(place / lease_files.CLAIM, msgspec.json.encode(claim))
     assert made.check() is None
     return made
+
+
+def test_a_lease_that_cannot_be_written_leaves_neither_folder_nor_lock(tmp_path: Path):
+    held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
+    one = WorkerMonitor(held, tmp_path / "l", WorkerBounds(2**40, 100, 100), 100, 0)
+    grant = lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={})
+    before, (soft, hard) = psutil.Process().num_fds(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            one.open(grant)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (psutil.Process().num_fds(), (tmp_path / "l").exists()) == (before, False)
+    one.open(grant)
+    one.close()
 
 
 @pytest.mark.parametrize(
