@@ -169,9 +169,14 @@ class BlockIndex:
         With `clean`, delete files that were not completed. Leave out files and folders that another process deletes
         meanwhile. Raise `OSError` if a folder cannot be read or a file cannot be deleted.
         """
-        found = list[ScannedFile]()
+        found, models = list[ScannedFile](), list[str]()
         with os.scandir(folder) as entries:
-            models = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    models.append(entry.name)
+                elif clean and entry.name.endswith(TEMPORARY):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(entry.path)
         with self._lock:
             self._sizes.clear()
             self._states.clear()

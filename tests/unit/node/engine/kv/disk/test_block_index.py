@@ -148,16 +148,21 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
     (tmp_path / state.file).write_bytes(b"xxxx")
     os.utime(tmp_path / state.file, (time.time() - 1, time.time() - 1))
     unfinished = tmp_path / (block(4).file + TEMPORARY)
-    unfinished.write_bytes(b"x")
+    unfinished_identity = tmp_path / f"identity.1{TEMPORARY}"
+    for path in (unfinished, unfinished_identity):
+        path.write_bytes(b"x")
     index = BlockIndex()
     index.scan(tmp_path, clean=False)
     assert unfinished.exists(), "another process may be writing it"
+    assert unfinished_identity.exists()
     assert (len(index), index.nbytes) == (4, 10)
     assert index.list_models() == {"m": FolderSize(3, 6), "n": FolderSize(1, 4)}
     assert index.find_state("n", [ROOT], pack([1, 2, 3]), 2) == (2, state)
     assert index.choose_evictions(0, 0) == [*(block(number).file for number in (2, 3, 1)), state.file]
     index.scan(tmp_path, clean=True)  # as soon as no other process writes
     assert not unfinished.exists()
+    assert not unfinished_identity.exists()
+    assert (tmp_path / "identity").read_text() == "other"
     assert (len(index), index.nbytes) == (4, 10)
     assert index.list_models() == {"m": FolderSize(3, 6), "n": FolderSize(1, 4)}
 
