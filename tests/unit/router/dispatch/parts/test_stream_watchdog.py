@@ -1,5 +1,6 @@
 """Keep-alives and the end of readers that fall behind."""
 
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import SLOW
@@ -28,12 +29,17 @@ async def test_a_keepalive_is_due_after_its_seconds_without_an_event() -> None:
     cluster.settled()
 
 
+def submit_stream(cluster: Cluster) -> tuple[ActiveRequest, StreamedAnswer]:
+    """Submit a request with a streamed answer whose client has its status."""
+    request = cluster.submit()
+    assert isinstance(request.answer, StreamedAnswer)
+    request.answer.mark_opened()
+    return request, request.answer
+
+
 async def test_a_reader_ends_after_its_seconds_without_progress() -> None:
     cluster = Cluster(A, slow_client_seconds=10.0)
-    request = cluster.submit()
-    answer = request.answer
-    assert isinstance(answer, StreamedAnswer)
-    answer.mark_opened()
+    request, answer = submit_stream(cluster)
     for _ in range(2):
         answer.take_deltas()
         sweep(cluster, 10.0)
@@ -47,10 +53,7 @@ async def test_a_reader_ends_after_its_seconds_without_progress() -> None:
 
 async def test_a_reader_of_a_complete_answer_ends_once_and_gets_no_end_without_its_text() -> None:
     cluster = Cluster(A, slow_client_seconds=10.0)
-    request = cluster.submit()
-    answer = request.answer
-    assert isinstance(answer, StreamedAnswer)
-    answer.mark_opened()
+    request, answer = submit_stream(cluster)
     cluster.speak()
     cluster.finish()
     flushed: list[object] = []
