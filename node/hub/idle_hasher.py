@@ -87,8 +87,8 @@ class IdleHasher:
             try:
                 folder = await asyncio.to_thread(self.find_unhashed)
                 has_hashed = folder is not None and await self._hash(folder)
-            except OSError as error:  # a folder was removed, or its network disk was lost, during the search
-                log.warning("models not searched", why=str(error))
+            except Exception as error:  # a lost network disk, or unknown files, which may raise any error
+                log.warning("models not searched", why=f"{type(error).__name__}: {error}")
                 has_hashed = False
             if not has_hashed:
                 idle_checks = -NEXT_SEARCH_CHECKS

@@ -31,7 +31,7 @@ MASK_BYTES = 4.0
 
 def is_encoder(config: Config) -> bool:
     """Return whether a config belongs to an encoder, also to one that cannot be served."""
-    return config.get("model_type") in ENCODERS
+    return str(config.get("model_type")) in ENCODERS
 
 
 def is_cross_encoder(config: Config) -> bool:
@@ -59,7 +59,10 @@ def read_encoder_shape(config: Config) -> EncoderShape:
     )
     if hidden % heads:
         raise EmbeddingFilesError(f"have {heads} attention heads for {hidden} features, which is no multiple")
-    first = _read_count(config, "pad_token_id", 1) + 1 if family is EncoderFamily.ROBERTA else 0
+    first = _read_count(config, "pad_token_id", 1, least=0) + 1 if family is EncoderFamily.ROBERTA else 0
+    context = get_context_tokens(config) - first
+    if context < 1:
+        raise EmbeddingFilesError(f"have {context + first} positions, the first token has position {first}")
     modern = family is EncoderFamily.MODERNBERT
     return EncoderShape(
         family=family,
@@ -68,7 +71,7 @@ def read_encoder_shape(config: Config) -> EncoderShape:
         hidden=hidden,
         epsilon=_read_number(config, "norm_eps", 1e-5) if modern else _read_number(config, "layer_norm_eps", 1e-12),
         vocabulary=_read_count(config, "vocab_size"),
-        context=get_context_tokens(config) - first,
+        context=context,
         first_position=first,
         window=_read_count(config, "local_attention", 128) // 2 if modern else 0,
         global_interval=_read_count(config, "global_attn_every_n_layers", 3) if modern else 1,
@@ -105,11 +108,12 @@ def _has_classifier(config: Config) -> bool:
     return True
 
 
-def _read_count(config: Config, name: str, default: int = 0) -> int:
-    """Return a natural number of a config. Without a default, it must be above 0."""
+def _read_count(config: Config, name: str, default: int = 0, *, least: int = 1) -> int:
+    """Return a natural number of a config, or `default` if the config does not have it. Raise `EmbeddingFilesError` if
+    the number is below `least`."""
     value = config.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < (0 if default else 1):
-        raise EmbeddingFilesError(f"have the {name} {str(value)[:40]}, which is no number above 0")
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise EmbeddingFilesError(f"have the {name} {str(value)[:40]}, which is no whole number of at least {least}")
     return value
 
 

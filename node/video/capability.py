@@ -119,7 +119,7 @@ class VideoCapability:
     def _check(self) -> VideoCheck:
         try:
             return self._find_packages()
-        except OSError as error:
+        except Exception as error:  # a lost network disk, or unknown files, which may raise any error
             return VideoCheck({}, f"packages and environment cannot be checked: {error}")
 
     def _find_packages(self) -> VideoCheck:

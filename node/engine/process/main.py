@@ -208,11 +208,11 @@ class ProcessExit:
 def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
     """Receive frames until a `StopEngine` or the end of the socket: prepare each for the loop, and answer pings.
 
-    Return the seconds that this process may then still run. Raise `WireError` for an invalid frame, `OSError` if the
-    socket fails.
+    A socket that fails has ended, because the agent is gone. Return the seconds that this process may then still run.
+    Raise `WireError` for an invalid frame, and any error of the engine.
     """
     splitter = Splitter(longest=MAX_JOINED_BYTES)
-    while data := connection.recv(READ_BYTES):
+    while data := _receive_available(connection):
         for tag, body in splitter.feed(data):
             frame = decode(tag, body)
             if isinstance(frame, StopEngine):
@@ -223,6 +223,13 @@ def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, wri
             if work is not None:
                 loop.put(work)
     return EXIT_TIMEOUT_SECONDS
+
+
+def _receive_available(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(READ_BYTES)
+    except OSError:
+        return b""
 
 
 def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
@@ -250,8 +257,6 @@ def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int)
         except WireError as error:
             log.error("wire", error=str(error))  # noqa: TRY400 the sentence is for a person
             process_exit.request(EXIT_FAILED)
-        except OSError:
-            return  # the agent is gone, as at the end of its socket
 
     threading.Thread(target=process_exit.run_engine, name="inference", daemon=True).start()
     others = {

@@ -99,8 +99,9 @@ async def test_the_next_search_waits_after_one_without_a_result(tmp_path: Path):
     assert node.checks == checks, "a stopped hasher checks nothing"
 
 
-async def test_a_folder_that_is_lost_during_a_search_does_not_end_the_checks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("embedded null byte")], ids=str)
+async def test_an_error_of_a_search_does_not_end_the_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     node = Node(tmp_path)
     folder, list_folder, lost = node.add_model(), os.scandir, list[object]()
@@ -108,7 +109,7 @@ async def test_a_folder_that_is_lost_during_a_search_does_not_end_the_checks(
     def scandir(path: Any = ".") -> Any:
         if Path(str(path)) == folder and not lost:
             lost.append(path)
-            raise OSError(errno.EIO, "Input/output error", str(path))
+            raise error
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", scandir)

@@ -11,6 +11,7 @@ from node.models.embedding_files import EmbeddingFilesError
 from node.models.embedding_layout import EncoderFamily, Pooling
 from node.models.encoder_files import (
     is_cross_encoder,
+    is_encoder,
     predict_encoder_transient,
     read_classifier_pooling,
     read_encoder_shape,
@@ -52,6 +53,12 @@ def test_an_encoder_is_described(tmp_path: Path, kind: str, family: EncoderFamil
     assert found.forward.pair >= 2 * 4 * HEADS
 
 
+@pytest.mark.parametrize("kind", [["bert"], {"name": "bert"}, None, 7], ids=str)
+def test_a_type_of_another_form_is_none_of_an_encoder(kind: Any):
+    assert not is_encoder({"model_type": kind})
+    assert not is_cross_encoder({"model_type": kind, "architectures": ["BertForSequenceClassification"]})
+
+
 def test_the_longest_text_of_the_files_bounds_the_context(tmp_path: Path):
     make_encoder(tmp_path / "m", "bert")
     (tmp_path / "m/sentence_bert_config.json").write_text('{"max_seq_length": 20}')
@@ -82,11 +89,15 @@ def test_rotary_positions_have_a_current_and_an_older_name(tmp_path: Path):
         ({"hidden_act": "relu"}, "the activation relu, known is gelu"),
         ({"position_embedding_type": "relative_key"}, "the positions relative_key"),
         ({"num_attention_heads": 5}, "5 attention heads for 32 features"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers 0, which is no number above 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0, which is no whole number of at least 1"),
         ({"hidden_size": "many"}, "hidden_size many"),
         ({"layer_norm_eps": -1}, "layer_norm_eps -1"),
         ({"layer_norm_eps": "small"}, "layer_norm_eps small"),
         ({"num_hidden_layers": True}, "num_hidden_layers True"),
+        ({"model_type": "modernbert", "global_attn_every_n_layers": 0}, "global_attn_every_n_layers 0"),
+        ({"model_type": "modernbert", "local_attention": 0}, "local_attention 0"),
+        ({"model_type": "roberta", "pad_token_id": -1}, "pad_token_id -1, which is no whole number of at least 0"),
+        ({"model_type": "roberta", "pad_token_id": 511, "max_position_embeddings": 512}, "512 positions, the first"),
     ],
     ids=str,
 )

@@ -77,15 +77,21 @@ async def test_a_node_without_video_checks_nothing(open_: Open, tmp_path: Path):
     assert one.packages == {}
 
 
+@pytest.mark.parametrize(
+    "error", [OSError(2, "No such file", "gone.lock"), ValueError("gone.lock is no file")], ids=str
+)
 async def test_a_check_that_fails_is_the_reason_and_is_repeated(
-    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
+    def fail() -> tuple[Path, ...]:
+        raise error
+
     changes: asyncio.Queue[None] = asyncio.Queue()
     package(tmp_path / "packages/wan")
     standin(tmp_path)
     one = open_(changes)
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "find_requirement_files", lambda: (tmp_path / "gone.lock",))
+        patch.setattr(environment, "find_requirement_files", fail)
         one.start()
         await asyncio.wait_for(changes.get(), 30)
         assert "cannot be checked" in one.unready

@@ -1,5 +1,6 @@
 """The engine process over a real socketpair, without its supervisor."""
 
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,17 @@ import psutil
 import pytest
 
 from node.engine.process import main
-from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, FrameWriter, encode_settings
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.interface import import_builder
+from node.engine.process.loop import EngineLoop
+from node.engine.process.main import (
+    EXIT_FAILED,
+    EXIT_SETTINGS,
+    EXIT_TIMEOUT_SECONDS,
+    FrameWriter,
+    encode_settings,
+    read_frames,
+)
 from node.settings import EngineSettings, NodeSettings, ScriptedSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
@@ -207,6 +218,41 @@ def test_garbage_instead_of_frames_ends_it_with_a_sentence(start: Callable[..., 
     process.line.sendall(b"\0\0\0\x05\xf0garbage")
     assert process.exit_code() == EXIT_FAILED
     assert "unknown frame 240" in process.errors.read_text()
+
+
+@pytest.fixture
+def receive(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, Callable[[], float]]]:
+    """Yield the agent's end of a socket, and a function that reads its frames until the end. The engine cannot prepare
+    the prompt "disk"."""
+    agent, engine_end = socket.socketpair()
+    recorder = CrashRecorder(None)
+    engine = import_builder("scripted")(NodeSettings(engine=EngineSettings(kind="scripted")), recorder)
+    writer = FrameWriter(engine_end, lambda: None)
+    loop = EngineLoop(engine, writer.send, recorder.find_oldest_tokenization)
+
+    def prepare(frame: Frame) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(engine, "prepare", prepare)
+    writer.send((Pong(5),))
+    with agent, engine_end:
+        yield agent, lambda: read_frames(engine_end, engine, loop, writer)
+    engine.close()
+
+
+def test_a_socket_that_fails_has_ended(receive: tuple[socket.socket, Callable[[], float]]):
+    agent, read = receive
+    agent.close()  # with a frame that it has not read, which resets a Unix socket
+    assert read() == EXIT_TIMEOUT_SECONDS
+
+
+def test_an_error_of_the_engine_is_not_taken_for_the_end_of_the_socket(
+    receive: tuple[socket.socket, Callable[[], float]],
+):
+    agent, read = receive
+    agent.sendall(encode(generate(1)))
+    with pytest.raises(OSError, match="Input/output error"):
+        read()
 
 
 def test_the_crash_word_ends_it_by_a_signal_and_leaves_no_core(start: Callable[..., Process]):
