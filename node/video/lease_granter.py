@@ -79,9 +79,20 @@ class LeaseGranter:
         A granted lease is stored. After a refusal the ceiling is as before and the lease is not stored. A generation
         that was stored meanwhile stays the newest of its job, so that a repetition of the request is superseded.
 
-        `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one. If this
-        call raises or is cancelled, the caller calls `restore`.
+        `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one. An
+        unexpected error is logged and refuses the lease. If this call is cancelled, the caller calls `restore`.
         """
+        try:
+            return await self._grant(request, refuse_now)
+        except Exception as error:
+            log.exception("lease", lease=request.lease, job=request.job)
+            self.restore()
+            text = f"the node could not grant the lease ({type(error).__name__}): see its log"
+            return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text, leases.READY_RETRY_SECONDS)
+
+    async def _grant(
+        self, request: LeaseRequest, refuse_now: Callable[[], LeaseRefused | None]
+    ) -> LeaseRefused | WorkerMonitor:
         spec = self._read_spec(request)
         if isinstance(spec, LeaseRefused):
             return spec
@@ -95,7 +106,7 @@ class LeaseGranter:
             request, LeaseRefusalCode.DISK_FULL, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS
         )
         if self._store.put(record):
-            refused = await self._lower_ceiling(request) or refuse_now()
+            refused = await self._lower_ceiling(request) or refuse_now() or self._check_package(request)
         if refused is None:
             try:
                 return self._open(record, spec)
@@ -113,15 +124,19 @@ class LeaseGranter:
             or self._check_holder(request)
             or leases.check_ready(request, self._poll.read_memory(), self._offer.unready)
         )
+        refused = refused or self._check_package(request)
         if refused is not None:
             return refused
-        package = self._offer.packages.get(request.model)
-        if package is None or package.described.cause:
-            cause = package.described.cause if package is not None else "this node has no such package"
-            text = f"{request.model} cannot be used on this node: {cause}"
-            return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text)
         spec = parse_spec(request.spec)
         return leases.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
+
+    def _check_package(self, request: LeaseRequest) -> LeaseRefused | None:
+        package = self._offer.packages.get(request.model)
+        if package is not None and not package.described.cause:
+            return None
+        cause = package.described.cause if package is not None else "this node has no such package"
+        text = f"{request.model} cannot be used on this node: {cause}"
+        return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text)
 
     def _check_holder(self, request: LeaseRequest) -> LeaseRefused | None:
         other = self._lessor.find_other_holder()

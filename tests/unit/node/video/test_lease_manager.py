@@ -17,7 +17,7 @@ import pytest
 
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import read_process_identity
-from node.video import lease_manager
+from node.video import lease_granter, lease_manager
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.video.standin import standin
@@ -225,6 +225,42 @@ async def test_a_lease_whose_folder_cannot_be_created_is_refused_and_takes_nothi
     assert isinstance(refused, LeaseRefused)
     assert (refused.code, refused.retry_after) == ("disk_full", 60.0)
     assert refused.message.startswith("the folder of the job cannot be created: ")
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_package_that_is_lost_while_the_ceiling_is_lowered_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    node, begin = await make(), Limiter.begin_lease
+    before = node.ceiling
+
+    def begin_lease(limiter: Limiter, size: int, holder: LeaseHolder) -> None:
+        begin(limiter, size, holder)
+        node.studio.offer.set_unready("the environment is gone")
+
+    monkeypatch.setattr(Limiter, "begin_lease", begin_lease)
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.message) == (
+        "video_not_ready",
+        "wan cannot be used on this node: this node has no such package",
+    )
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
+
+
+async def test_an_unexpected_error_refuses_the_lease_and_takes_nothing(make: Make, monkeypatch: pytest.MonkeyPatch):
+    node = await make()
+    before = node.ceiling
+    with monkeypatch.context() as patch:
+        patch.setattr(lease_granter, "build_worker_environment", lambda *_: {}[""])
+        node.ask()
+        refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("video_not_ready", 60.0)
+    assert refused.message == "the node could not grant the lease (KeyError): see its log"
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
     node.ask(lease="l-2")
     assert isinstance(await node.answer("l-2"), LeaseGranted)
