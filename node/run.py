@@ -2,10 +2,8 @@
 
 The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` the program
 runs only the agent, leaves the cluster and ends. With `--leave --force` it only deletes the identity of the node. Exit
-codes are those of `cluster --help`.
-
-With `--lifeline` the node stops when its standard input ends. A node that `cluster up` started therefore stops after
-any end of the coordinator.
+codes are those of `cluster --help`. With `--lifeline` the node stops when its standard input ends, so that a node of
+`cluster up` stops after any end of the coordinator.
 """
 
 import gc
@@ -77,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
 
     `arguments` replace the arguments of the command line. `SettingsError` (exit code 2) and `NodeStartError` (its own
-    code) are printed. The code is 130 after Ctrl-C. Raise `SystemExit` for invalid arguments.
+    code) are printed. The code is 130 after Ctrl-C, or if the program was stopped before it left. Raise `SystemExit`
+    for invalid arguments.
     """
     open_missing_streams()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before any thread begins, which inherits the mask
@@ -203,7 +202,6 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-    drain = DRAIN_TIMEOUT_SECONDS
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
@@ -217,17 +215,18 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
     watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=sleep_policy.update)
     watch.start()
     run = asyncio.create_task(agent.run())
-    waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
+    waiting = {asyncio.create_task(event.wait()) for event in (stop, *((agent.welcomed,) if options.leave else ()))}
     code: int | None = 0
     try:
         limit = LEAVE_TIMEOUT_SECONDS if options.leave else None
-        done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
-        if not done:
-            reason, code = GoodbyeReason.STOPPING, 3
-            _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
+        done, _ = await asyncio.wait({run, *waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
+        if options.leave and run not in done and not agent.welcomed.is_set():
+            reason, code = GoodbyeReason.STOPPING, 130 if done else 3
+            cause = "stopped before the coordinator was reached" if done else "the coordinator cannot be reached"
+            _print_error(f"{cause}: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
-            await agent.stop(drain, reason)
+            await agent.stop(DRAIN_TIMEOUT_SECONDS, reason)
         await run
         if reason is GoodbyeReason.LEAVE:
             _delete_identity(options.state / "node")
@@ -242,7 +241,8 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
         await node.hasher.stop()
         await node.model_orders.stop()
         node.poll.stop()
-        waiting.cancel()
+        for task in waiting:
+            task.cancel()
         await node.supervisor.stop()
     return code
 

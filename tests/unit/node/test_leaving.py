@@ -1,4 +1,4 @@
-"""Complete node process that gets the signal of `cluster leave` during its start."""
+"""Complete node process that leaves the cluster: by the signal of `cluster leave`, or started with `--leave`."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.tls.cluster_ca import ClusterCa
+from node.run import LEAVE_TIMEOUT_SECONDS
 from tests.support.cluster.older_protocol import OldCoordinator
 from tests.support.processes import environment, until
 
@@ -49,3 +50,23 @@ def test_a_node_that_gets_the_signal_to_leave_during_its_start_leaves(tmp_path: 
     assert node.returncode == 0, errors
     assert errors.endswith("left the cluster\n")
     assert not identity.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_leave_without_a_coordinator_can_be_interrupted_and_keeps_the_identity(tmp_path: Path, number: int) -> None:
+    state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
+    log = state / "logs" / "node.log"
+    command = [sys.executable, "-P", "-m", "node.run", "--state", str(state), "--leave", "--set", "node.machine=studio"]
+    with subprocess.Popen(command, env=environment(), cwd=tmp_path, stderr=subprocess.PIPE, text=True) as node:
+        try:
+            until(lambda: log.exists() and "127.0.0.1:1" in log.read_text(), what="an attempt to connect in the log")
+            began = time.monotonic()
+            node.send_signal(number)
+            _, errors = node.communicate(timeout=30)
+        except BaseException:
+            node.kill()
+            raise
+    assert node.returncode == 130, errors
+    assert time.monotonic() - began < LEAVE_TIMEOUT_SECONDS / 2
+    assert "stopped before the coordinator was reached: run `cluster leave --force`" in errors
+    assert (state / "node" / "identity" / "identity.json").exists()
