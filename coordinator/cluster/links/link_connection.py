@@ -196,7 +196,8 @@ class Connection(LinkEndpoint):
         """
         enrollment = self._enrollment
         if enrollment is not None:
-            self._advance_enrollment(lambda: enrollment.feed(data, self._loop.time()))
+            if not enrollment.closed:  # else its last frames wait for the disk
+                self._advance_enrollment(lambda: enrollment.feed(data, self._loop.time()))
             return
         if self.node is None:
             self._unlinked_bytes += len(data)
@@ -302,7 +303,7 @@ class Connection(LinkEndpoint):
 
     def _poll_enrollment(self) -> None:
         enrollment = self._enrollment
-        if enrollment is not None and self.open:
+        if enrollment is not None and not enrollment.closed and self.open:
             self._advance_enrollment(lambda: enrollment.poll(self._loop.time()))
 
     def _advance_enrollment(self, step: Callable[[], list[Frame]]) -> None:

@@ -270,7 +270,7 @@ async def join(port: Port, folder: Path, token: JoinToken | None, on_code: Calla
 
 @pytest.mark.parametrize("has_token", [True, False], ids=["token", "code"])
 async def test_a_machine_gets_its_certificate_once_its_record_is_on_disk_and_may_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_token: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: list[Recorded], has_token: bool
 ):
     flush, reached, stored = Database.flush, asyncio.Event(), asyncio.Event()
 
@@ -292,6 +292,8 @@ async def test_a_machine_gets_its_certificate_once_its_record_is_on_disk_and_may
         for _ in range(5):
             await asyncio.sleep(0)
         assert (joining.done(), len(application.registry.pool.members)) == (False, 1)
+        connections[-1].data_received(b"more")
+        assert connections[-1].open, "neither more bytes nor the deadline end it before its certificate is sent"
         stored.set()
         identity = await asyncio.wait_for(joining, 30)
         assert list(application.registry.pool.members) == [identity.node]
