@@ -44,7 +44,7 @@ class LinkLife:
 
     state: LinkState = LinkState.DIALING
     next_delay: float = DIAL_DELAYS_SECONDS[0]
-    """Seconds of the next wait, before the random factor."""
+    """Seconds of the next wait, before the random factor. The coordinator's acceptance sets it to the shortest."""
     retry_after: float = 0.0
     """Minimum seconds of the next wait, from the last denial (`Denied.retry_after`)."""
     wait: float = 0.0
@@ -160,11 +160,11 @@ def _apply(life: LinkLife, event: Event) -> LinkLife:
     overtaken = final or life.state is LinkState.ASLEEP
     match event:
         case LinkOpened() if not overtaken:
-            return LinkLife(LinkState.CONNECTED)
+            return LinkLife(LinkState.CONNECTED, next_delay=life.next_delay)
         case DialFailed() | LinkClosed() if not overtaken:
             return _wait(life, event.jitter)
         case LinkAccepted() if life.state is LinkState.CONNECTED:
-            return replace(life, state=LinkState.LINKED)
+            return replace(life, state=LinkState.LINKED, next_delay=DIAL_DELAYS_SECONDS[0])
         case LinkDenied() if not final:
             return LinkLife(LinkState.EXPELLED) if event.final else replace(life, retry_after=event.retry_after)
         case DelayOver() if not overtaken:

@@ -54,7 +54,7 @@ def test_a_node_is_linked_when_the_coordinator_accepts_its_connection():
     assert after(LinkAccepted(), life=LINKED) == LINKED, "a second link replaced the first"
 
 
-def test_the_delay_between_rounds_doubles_to_the_longest_and_begins_anew_after_a_connection():
+def test_the_delay_between_rounds_doubles_to_the_longest_and_begins_anew_after_an_acceptance():
     life, waits = NEW, list[float]()
     for _ in range(8):
         life = after(DialFailed(), life=life)
@@ -62,7 +62,9 @@ def test_the_delay_between_rounds_doubles_to_the_longest_and_begins_anew_after_a
         life = after(DelayOver(), life=life)
         assert (life.state, life.wait) == (LinkState.DIALING, 0.0)
     assert waits == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
-    lost = after(LinkOpened(), LinkClosed(1.5), life=life)
+    closed = after(LinkOpened(), LinkClosed(), life=life)
+    assert (closed.wait, closed.next_delay) == (30.0, 30.0), "a coordinator that accepts no link is not dialed faster"
+    lost = after(LinkOpened(), LinkAccepted(), LinkClosed(1.5), life=life)
     assert (lost.state, lost.wait, lost.next_delay) == (LinkState.WAITING, 0.75, 1.0)
     assert after(DialFailed(0.5)).wait == 0.25
 
