@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from node.engine.embedding.forward import ChunkForward, EmbeddingForward, TextsForward, WaitingText
 from node.engine.embedding.head import EmbeddingHead
 from node.engine.embedding.request import BEGINNING, EmbeddingRequest, compute_cache_bytes
-from node.engine.kv.kv_cache import evaluate, grow_caches, measure_extent, repeat_row
+from node.engine.kv.kv_cache import copy_state_views, evaluate, grow_caches, measure_extent, repeat_row
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
@@ -105,6 +105,7 @@ class EmbeddingRunner:
         piece = text.ids[stored : stored + count]
         number = _count_parts(loaded_model, count, stored, part_seconds)
         states = head.build([piece], text.pooled, text.cache, parts=number)
+        copy_state_views(text.cache)
         after = measure_extent(text.cache)
         vectors = head.finish(text.pooled) if count == left and text.place != BEGINNING else None
         ends = (*text.pooled.arrays, *(layer.state for layer in text.cache), *([] if vectors is None else [vectors]))

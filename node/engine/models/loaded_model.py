@@ -22,7 +22,15 @@ from node.engine.embedding.bare_model import load_bare_model
 from node.engine.embedding.encoders.encoder import Encoder, load_encoder
 from node.engine.embedding.head import EmbeddingHead, load_head
 from node.engine.kv.commitments import CommitmentLedger
-from node.engine.kv.kv_cache import Layers, TextModel, create_cache, evaluate, is_plain, measure_kv_parameters
+from node.engine.kv.kv_cache import (
+    Layers,
+    TextModel,
+    copy_state_views,
+    create_cache,
+    evaluate,
+    is_plain,
+    measure_kv_parameters,
+)
 from node.engine.memory.transient_estimator import TransientEstimator
 from node.engine.models.load_state import LoadStep
 from node.engine.models.model_descriptor import ModelDescriptor
@@ -111,6 +119,7 @@ def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bo
     logits (1, vocabulary) after the last token; else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
     last_logits = logits[:, -1, :] if last else None
+    copy_state_views(cache)
     evaluate([layer.state for layer in cache], *([] if last_logits is None else [last_logits]))
     return last_logits
 

@@ -23,7 +23,15 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from node.engine.kv.kv_cache import Layers, TextModel, compute_mean_capacity, create_cache, evaluate, measure_extent
+from node.engine.kv.kv_cache import (
+    Layers,
+    TextModel,
+    compute_mean_capacity,
+    copy_state_views,
+    create_cache,
+    evaluate,
+    measure_extent,
+)
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -117,6 +125,7 @@ class PackedPrefill:
 def prefill_rows(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
     """Prefill rows of token ids, padded to equal length, into `cache`, the cache of all rows. Compute no logits."""
     model(mx.array(rows), cache=cache)
+    copy_state_views(cache)
     evaluate([layer.state for layer in cache])
 
 

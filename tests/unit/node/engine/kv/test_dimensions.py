@@ -1,7 +1,9 @@
 """The bytes of a row: the estimate from the config, the measurement of a cache, and the bytes of the cache are
 equal."""
 
+import gc
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from node.engine.kv.kv_cache import create_cache, measure_extent, measure_kv_par
 from node.engine.memory.gate import GateSite
 from node.engine.models import loaded_model as loading
 from node.engine.models.loaded_model import run_forward
+from node.engine.scheduling.packed_prefill import prefill_rows
 from node.models import catalogue
 from node.models.catalogue import describe_folder
 from node.models.memory_prediction import predict_kv
@@ -173,6 +176,46 @@ MAMBA: dict[str, Any] = {
 )
 def test_states_of_mamba_are_foreseen_as_they_are_kept(kind: str, more: dict[str, Any]):
     check_foreseen({"model_type": kind, **MAMBA, **more})
+
+
+MAMBA_2: dict[str, Any] = {
+    "model_type": "mamba2",
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 32,
+    "conv_kernel": 4,
+    "n_groups": 4,
+    "layer_norm_epsilon": 1e-5,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "tie_word_embeddings": True,
+    "time_step_limit": (0.0, 10.0),
+    "time_step_rank": 4,
+}
+
+
+def test_a_state_keeps_no_memory_of_the_tokens_before_it():
+    """In mlx-lm 0.32.2, the state of a Mamba layer is a view of an array with all tokens of the forward."""
+    module = importlib.import_module("mlx_lm.models.mamba2")
+    model = module.Model(module.ModelArgs.from_dict(MAMBA_2))
+    mx.eval(model.parameters())
+
+    def measure_held_bytes(prefill: Callable[[Any], object]) -> int:
+        gc.collect()
+        cache, before = create_cache(model), mx.get_active_memory()
+        prefill(cache)
+        return mx.get_active_memory() - before
+
+    for prefill in (
+        lambda tokens: measure_held_bytes(lambda cache: run_forward(model, [1] * tokens, cache, last=False)),
+        lambda tokens: measure_held_bytes(lambda cache: prefill_rows(model, [[1] * tokens], cache)),
+    ):
+        prefill(8)  # MLX keeps some memory after the first forward
+        assert 0 < prefill(512) < 1.5 * prefill(8)
 
 
 HYBRID: dict[str, Any] = {
