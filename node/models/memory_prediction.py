@@ -91,6 +91,9 @@ _MAMBA = (
     ("n_groups", "mamba_n_groups"),
 )
 """Names of the dimensions of a Mamba layer: of Nemotron-H, then of Granite 4, PLaMo 2 and Mamba-2."""
+_SCAN_ARRAYS = 12
+"""Arrays with the states of all tokens of a forward in one Mamba layer of Jamba, measured at 32 to 256 tokens. Each
+layer also keeps one of them until the end of the forward."""
 
 
 def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
@@ -281,6 +284,7 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     `float_size` is the bytes of an unquantized number of the weights. It is used only if the config names no known
     `torch_dtype` or `dtype`. The sum contains the scores of one layer (4 bytes each, without fused attention) and the
     logits. It also contains a second copy of the keys and values of a layer while they grow, and the inner activations.
+    For Jamba, it contains the states of all tokens.
     Measured forwards take up to ten times as much. Dimensions that the config lacks add nothing.
     """
     text = _get_text_config(config)
@@ -290,16 +294,27 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     logits = 4.0 * _to_count(text.get("vocab_size"))
     pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
     attended = 2.0 * kv_heads * size * _get_float_size(text, float_size)
-    full, windowed, _ = _count_layers(text)
+    full, windowed, states = _count_layers(text)
     window = _find_count(text, _WINDOW_SIZES) if windowed and not full else 0
+    scanned = (_SCAN_ARRAYS + states) * _count_scanned_numbers(text)
     return TransientModel(
-        token=4.0 * numbers,
+        token=4.0 * (numbers + scanned),
         pair=pair,
         seen=attended,
         logits=logits,
-        step_row=4.0 * numbers + logits,
+        step_row=4.0 * (numbers + scanned) + logits,
         step_seen=4.0 * heads,
         window=window,
+    )
+
+
+def _count_scanned_numbers(text: Config) -> int:
+    """Return the numbers of the state that a Mamba layer of Jamba computes for each token; 0 for other models. Their
+    layers have heads, or keep only the newest state."""
+    if any(_find_count(text, names) for names in _MAMBA[:1]):
+        return 0
+    return (
+        _to_count(text.get("mamba_expand")) * _to_count(text.get("hidden_size")) * _to_count(text.get("mamba_d_state"))
     )
 
 

@@ -981,6 +981,18 @@ def test_each_kind_of_layer_is_predicted_in_bytes(config: dict[str, Any], kv: Kv
             {"layer_types": ["mamba"], "sliding_window": 512},
             TransientModel(token=4.0 * 128, pair=16.0, seen=128.0, step_row=4.0 * 128, step_seen=16.0),
         ),
+        (
+            "linux",
+            {"layer_types": ["mamba", "attention", "mamba"], "mamba_expand": 2, "mamba_d_state": 16},
+            TransientModel(
+                token=4.0 * (128 + 14 * 2048), pair=16.0, seen=128.0, step_row=4.0 * (128 + 14 * 2048), step_seen=16.0
+            ),
+        ),
+        (
+            "linux",
+            {"layer_types": ["mamba"], "mamba_expand": 2, "mamba_d_state": 16, "mamba_n_heads": 4},
+            TransientModel(token=4.0 * 128, pair=16.0, seen=128.0, step_row=4.0 * 128, step_seen=16.0),
+        ),
     ],
 )
 def test_a_forward_is_predicted_in_bytes(
