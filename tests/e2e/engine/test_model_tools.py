@@ -75,6 +75,9 @@ def test_refusals_are_one_sentence(one: Pool):
     assert run(one, "model", "quantize", "tiny", "--name", "tiny") == (6, text)
     code, text = run(one, "model", "quantize", "huge")
     assert (code, "no linked node has the model huge" in text) == (5, True)
+    for what in (("short",), ("--show",)):
+        code, text = run(one, "model", "bench", *what, "--node", "studio", "--node", "stuido")
+        assert (code, "stuido" in text, text.count("\n")) == (5, True, 1), text
     assert one.cli("model", "quantizations")["quantizations"][0]["state"] == "failed"
 
 

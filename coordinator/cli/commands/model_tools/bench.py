@@ -33,25 +33,26 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     With --show, print the stored speeds of MODEL, or of all models; --node limits them. Exit code: 6 if a node was not
     measured.
     """
+    if name is None and not show:
+        raise click.UsageError("name a MODEL, or give --show")
+    wanted = {node["id"]: node["name"] for node in (_read_node(session, node) for node in nodes)}
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))
         if nodes:
-            stored = answer["benchmarks"]
-            answer["benchmarks"] = [row for row in stored if {row["node"]["name"], row["node"]["id"]} & set(nodes)]
+            answer["benchmarks"] = [row for row in answer["benchmarks"] if row["node"]["id"] in wanted]
         session.print_answer(answer, _print_benchmarks)
         return
-    if name is None:
-        raise click.UsageError("name a MODEL, or give --show")
     models = [model for model in session.request_json("GET", "/api/v1/models")["models"] if model["name"] == name]
     places = [
         node
         for node in (models[0]["nodes"] if models else ())
-        if node["state"] in LINKED and not node["cause"] and (not nodes or {node["name"], node["id"]} & set(nodes))
+        if node["state"] in LINKED and not node["cause"] and (not nodes or node["id"] in wanted)
     ]
     if not places:
         raise CommandError(NOT_FOUND, f"no linked node can load the model {name}: look at `cluster model files`")
     done: list[dict[str, Any]] = []
-    failures: list[str] = []
+    missing = wanted.keys() - {place["id"] for place in places}
+    failures = [f"{wanted[node]} cannot load {name} now" for node in sorted(missing)]
     for place in places:
         body = {"model": name, "node": place["id"], "force": force}
         try:
@@ -63,6 +64,11 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     session.print_answer({"schema": 1, "benchmarks": done, "failures": failures}, _print_benchmarks)
     if failures:
         raise CommandError(REFUSED, "; ".join(failures))
+
+
+def _read_node(session: ApiSession, node: str) -> dict[str, Any]:
+    """Return a node by name or id, as the API describes it. Raise `CommandError` if there is none."""
+    return session.request_json("GET", f"/api/v1/nodes/{quote(node, safe='')}")["node"]
 
 
 def _print_benchmarks(answer: dict[str, Any]) -> None:
