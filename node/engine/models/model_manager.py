@@ -194,15 +194,17 @@ class ModelManager:
         try:
             piece = next(pieces)
         except FilesChangedError as error:
-            self.abort_load(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
+            event, refused = LoadAborted(), Refused(RefusalCode.NOT_READY, str(error), None, 1.0)
         except Exception as error:
             raise_if_device_lost(error)
-            self._fail(load, LoadBroke(), self._record_broken(load.descriptor, error))
+            event, refused = LoadBroke(), self._record_broken(load.descriptor, error)
         else:
             if isinstance(piece, LoadStep):
                 self._advance(load, piece)
             else:
                 self._finish(load, piece)
+            return
+        self._end_early(load, event, refused)  # here no traceback holds the pieces any more
 
     def _apply(self, load: ModelLoad, event: LoadEvent) -> ModelLoad | None:
         """Change the load in progress by an event, and return it. An illegal event, which is an error of this program,
@@ -297,7 +299,6 @@ class ModelManager:
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
         ends = time.monotonic() + READ_RETRY_SECONDS if is_read_error(error) else math.inf
         self._blocks.record_failure(descriptor, cause, ends)
-        release_free_memory()
         log.error("model broken", model=descriptor.name, cause=cause)
         return _refuse_unloadable(descriptor, cause)
 
@@ -310,13 +311,17 @@ class ModelManager:
         load = self._table.load
         if load is None or name not in ("", load.name):
             return self._abort_queued(refused, name)
+        self._end_early(load, LoadAborted(), refused)
+        return True
+
+    def _end_early(self, load: ModelLoad, event: LoadAborted | LoadBroke, refused: Refused) -> None:
+        """End the load in progress by this event, release its pieces, and schedule the check for leaked memory."""
         read = load.loaded_bytes
-        self._fail(load, LoadAborted(), refused)
+        self._fail(load, event, refused)
         log.warning("load aborted", model=load.name, read=show_size(read), cause=refused.message)
         self._unloader.leak_check.on_unload(read, time.monotonic())
         release_free_memory()
         self._on_released()
-        return True
 
     def _abort_queued(self, refused: Refused, name: str) -> bool:
         queued = next((load for load in self._queue if load.name == name), None)

@@ -186,6 +186,19 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     assert phys <= base + 64 * MIB
 
 
+def test_a_load_that_fails_cancels_no_leak_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    driver = two(tmp_path)
+    load(driver, "one")
+    unload(driver, "one")
+
+    def broken(*_: object) -> None:
+        raise ValueError("no shape fits")
+
+    monkeypatch.setattr("node.engine.models.loaded_model.evaluate", broken)
+    assert isinstance(driver.end(driver.ask("Hello!", model="two")), Refusal)
+    assert look(driver) == 0
+
+
 def test_the_emergency_reserve_is_no_unreturned_memory(tmp_path: Path):
     driver = two(tmp_path, canary="256MiB")
     load(driver, "one")
