@@ -31,7 +31,7 @@ MORE_ROWS = (16, 32, 64, 128, 256)
 """Rows of the additional decode steps of a sweep, up to the engine's batch."""
 DECODE_TOKENS = 512
 """Tokens of each row in the second series of decode steps, at most the engine's chunk. The rows of the first series
-have 64 tokens, or as many as the chunk if that is smaller."""
+have 64 tokens, or as many as the chunk if that is smaller. With its steps, no row exceeds the context of the model."""
 STEPS_PER_SIZE = 3
 """Decode steps that are measured for each number of rows."""
 
@@ -115,7 +115,7 @@ class MemoryProbe:
     peak_meter: ForwardPeak
     """Meter of peaks."""
     chunk: int
-    """Maximum tokens of a chunk in this engine."""
+    """Maximum tokens of a chunk in this engine, at most the context of the model."""
     batch: int
     """Maximum rows of a batch in this engine."""
     reach: int
@@ -233,7 +233,8 @@ class MemoryProbe:
 
     def _measure_decode(self) -> Iterator[None]:
         """Decode a few steps in batches of more and more rows."""
-        for tokens in self._bound_sizes((64, DECODE_TOKENS)):
+        longest = max(1, self.loaded_model.descriptor.context - STEPS_PER_SIZE - 1)
+        for tokens in self._bound_sizes((min(64, longest), min(DECODE_TOKENS, longest))):
             for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= self.batch]:
                 if not self._measure_steps(rows, tokens):
                     break

@@ -78,11 +78,15 @@ def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> 
     number of bytes by which a forward exceeded its estimate.
 
     `floor` is the smallest prefill chunk in tokens. Return None without models, or if a model has no profile that
-    covers a chunk of `floor` tokens.
+    covers a chunk of `floor` tokens. Of a model with a shorter context, the chunk is the whole context.
     """
     models = list(loaded_models)
-    profiles = [loaded_model.stats.profile for loaded_model in models]
-    measured = [profile.residual for profile in profiles if profile is not None and profile.chunk >= floor]
+    profiles = [(loaded_model.stats.profile, loaded_model.descriptor.context) for loaded_model in models]
+    measured = [
+        profile.residual
+        for profile, context in profiles
+        if profile is not None and profile.chunk >= min(floor, context)
+    ]
     if not profiles or len(measured) < len(profiles):
         return None
     return max(*measured, *(loaded_model.estimator.residual for loaded_model in models))

@@ -155,9 +155,8 @@ class Profiler:
         ids = tokenize_sample_text(
             Path(loaded_model.descriptor.folder), loaded_model.vocabulary, min(reach, PROBE_ROW_TOKENS)
         )
-        return MemoryProbe(
-            loaded_model, ids, self._check, self._peak_meter, self._chunk, self._batch, reach, seconds, full
-        )
+        chunk = min(self._chunk, loaded_model.descriptor.context)
+        return MemoryProbe(loaded_model, ids, self._check, self._peak_meter, chunk, self._batch, reach, seconds, full)
 
     def _store_result(
         self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None

@@ -10,10 +10,14 @@ from node.engine.models.model_table import compute_worst_residual
 FLOOR = 64
 
 
-def a_model(residual: int, measured: int | None = None, chunk: int = FLOOR) -> Any:
+def a_model(residual: int, measured: int | None = None, chunk: int = FLOOR, context: int = 1000) -> Any:
     """Return a model whose forwards exceeded their estimate by `residual` bytes, in its measurement by `measured`."""
     profile = None if measured is None else SimpleNamespace(residual=measured, chunk=chunk)
-    return SimpleNamespace(estimator=SimpleNamespace(residual=residual), stats=SimpleNamespace(profile=profile))
+    return SimpleNamespace(
+        estimator=SimpleNamespace(residual=residual),
+        stats=SimpleNamespace(profile=profile),
+        descriptor=SimpleNamespace(context=context),
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,8 @@ def a_model(residual: int, measured: int | None = None, chunk: int = FLOOR) -> A
         ((a_model(5, 7), a_model(5)), None),
         ((a_model(5, 7, FLOOR - 1),), None),
         ((a_model(5, 7, FLOOR + 1), a_model(5, 7, FLOOR - 1)), None),
+        ((a_model(5, 7, FLOOR - 2, context=FLOOR - 1),), None),
+        ((a_model(5, 7, FLOOR - 1, context=FLOOR - 1),), 7),
         ((a_model(5, 7),), 7),
         ((a_model(7, 5),), 7),
         ((a_model(1, 2), a_model(3, 9), a_model(4, 5)), 9),

@@ -1,5 +1,7 @@
 """The full sweep on request: under the gate, during answers, in place of an older profile, and aborted for requests."""
 
+import json
+import shutil
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -86,6 +88,28 @@ def test_a_sweep_replaces_the_stored_profile_and_returns_measurements(tmp_path: 
     again = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
     assert again.reach > 512
     assert again == resident(driver).stats.profile
+
+
+def test_no_forward_exceeds_the_context_of_its_model(tmp_path: Path):
+    short = tmp_path / "short"
+    shutil.copytree(models.path("llama"), short)
+    config = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": 100}
+    (short / "config.json").write_text(json.dumps(config))
+    driver = Driver(short, profile="auto", prefill_step_size=256, max_batch_size=2)
+    driver.take(LoadModel(ORDER - 1, driver.default))
+    driver.until(lambda: driver.said[ORDER - 1])
+    first = resident(driver).stats.profile
+    driver.take(ProfileModel(ORDER, driver.default))
+    sweeps = driver.engine.parts.sweeps
+    driver.until(lambda: sweeps.running.current)
+    assert sweeps.running.current is not None
+    probe = sweeps.running.current.probe
+    driver.until(lambda: driver.said[ORDER])
+    assert max(chunk.past + chunk.tokens for chunk in probe.chunks) == 100
+    assert max(step.longest for step in probe.steps) < 100
+    assert first is not None
+    assert (first.chunk, first.reach) == (100, 100)
+    assert driver.engine.parts.models.compute_residual(256) is not None, "its largest chunk was measured"
 
 
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
