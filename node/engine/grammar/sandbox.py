@@ -35,9 +35,11 @@ class SandboxClient:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
         If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
-        another and return how it ended, for example by SIGKILL for lack of memory. Raise `OSError` if no process can be
-        started.
+        another and return how it ended, for example by SIGKILL for lack of memory. A process that ended before the
+        check is replaced first. Raise `OSError` if no process can be started; the next check tries it again.
         """
+        if self._child is not None and self._child.poll() is not None:  # it has ended, but not by this grammar
+            self._end()
         child, timed_out, answer = self._child or self.start(), False, None
         try:
             answer = self._compile(child, grammar.encode())
@@ -47,7 +49,7 @@ class SandboxClient:
             pass  # it has ended
         if answer is not None:
             return answer
-        _kill(child)
+        self._end()
         self.start()
         if timed_out or child.returncode == -signal.SIGPROF:
             return TOO_LONG
@@ -69,6 +71,11 @@ class SandboxClient:
         weakref.finalize(self, _kill, child)
         self._child = child
         return child
+
+    def _end(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            _kill(child)
 
     def _compile(self, child: "subprocess.Popen[bytes]", text: bytes) -> str | None:
         source, sink = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)

@@ -1,9 +1,12 @@
 """A requested format becomes a grammar or a refusal, and neither takes long for any client."""
 
 import json
+import select
 import signal
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +32,7 @@ from wire.report import Model
 CPU_SECONDS = 0.5
 """Limit of CPU seconds for a refusal, in this process and in the sandbox. The sandbox has CPU_LIMIT_SECONDS of them at
 most. The benchmark measures 0.1 s in all."""
+FINE = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
 PROMPT = TokenizedPrompt((1,), thinking=False)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -233,23 +237,57 @@ def test_grammars_of_a_dropped_tokenizer_go_with_it(tokenizer: Tokenizer, asked:
 
 def test_a_process_that_dies_of_a_grammar_is_replaced():
     asked = SandboxClient()
-    fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     first = asked.start()
-    assert asked.find_fault(fine) == ""
+    assert asked.find_fault(FINE) == ""
     assert first.poll() is None
     assert asked.find_fault(endless) == TOO_LONG
-    assert asked.find_fault(fine) == ""
+    assert asked.find_fault(FINE) == ""
     assert first.poll() is not None
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
-def test_a_compiler_that_crashes_is_named_and_replaced(number: signal.Signals):
+def test_a_compiler_that_crashes_is_named_and_replaced(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
     """The system ends a process by SIGKILL for lack of memory."""
-    asked = SandboxClient()
-    asked.start().send_signal(number)
+    asked, wait = SandboxClient(), select.select
+    child = asked.start()
+
+    def crash(*arguments: Any) -> Any:
+        child.send_signal(number)
+        child.wait()
+        return wait(*arguments)
+
+    monkeypatch.setattr(select, "select", crash)
     assert asked.find_fault("{}") == f"its compiler ended by {number.name}: simplify it or its patterns"
-    assert asked.find_fault('{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}') == ""
+    monkeypatch.undo()
+    assert asked.find_fault(FINE) == ""
+
+
+def test_a_process_that_ended_while_idle_refuses_no_grammar():
+    asked = SandboxClient()
+    assert asked.find_fault(FINE) == ""
+    child = asked.start()
+    child.kill()
+    child.wait()
+    assert asked.find_fault(FINE) == ""
+
+
+def test_a_process_that_could_not_be_started_once_is_started_by_the_next_check(monkeypatch: pytest.MonkeyPatch):
+    asked, wait = SandboxClient(), select.select
+    child = asked.start()
+
+    def crash(*arguments: Any) -> Any:
+        child.kill()
+        child.wait()
+        monkeypatch.setattr(sys, "executable", "/nonexistent")
+        return wait(*arguments)
+
+    monkeypatch.setattr(select, "select", crash)
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError):
+            asked.find_fault(FINE)
+    monkeypatch.undo()
+    assert asked.find_fault(FINE) == ""
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):
