@@ -182,7 +182,7 @@ class ProcessExit:
                 self._code = EXIT_FAILED
         try:
             self._engine.close()
-        except Exception:
+        except BaseException:  # also `Halted` and `DeviceLost`: no other thread ends the process after a failure
             if not lost:
                 log.exception("close")
         if lost:

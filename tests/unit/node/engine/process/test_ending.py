@@ -262,6 +262,23 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
     assert "model unloaded" in said
 
 
+def test_a_command_buffer_that_fails_again_at_the_end_keeps_no_process_alive(start: Callable[..., Process]):
+    process = start(
+        """
+        from node.engine.process.device_errors import DeviceLost
+        from node.engine.scheduling.scheduler import Scheduler
+
+        def lost(scheduler):
+            raise DeviceLost("[METAL] Command buffer execution failed: Caused GPU Timeout Error.")
+
+        Scheduler.synchronize = lost
+        """
+    )
+    process.send(LoadModel(1, "a"))
+    assert process.code()[0] == EXIT_DEVICE
+    assert process.said().endswith("GPU error: Caused GPU Timeout Error\n")
+
+
 @pytest.mark.slow
 def test_a_failed_command_buffer_is_the_last_line_of_an_engine_that_ends(start: Callable[..., Process]):
     process = start(
