@@ -25,6 +25,7 @@ from host.private_files import sync_tree
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end, perform_order
 from node.hub.errors import OrderStopped
 from node.hub.quantization.prediction import GROUP_WEIGHTS, SHARD_BYTES
+from node.models.embedding_files import DENSE_FILES
 from node.models.weight_files import list_visible_files
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.units import GIB, MIB
@@ -33,7 +34,7 @@ REPORT_SECONDS = 0.5
 """Minimum seconds between two reports of progress."""
 FULL_DISK_BYTES = 64 * MIB
 """Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
-COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json")
+COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json", *DENSE_FILES)
 """Patterns of the files that are copied unchanged, without those in `REPLACED`."""
 REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 """Files at the top of the model folder that are not copied, because the quantization writes them."""

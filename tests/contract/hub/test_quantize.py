@@ -19,11 +19,13 @@ import pytest
 import node as package
 from node.engine.conversion.quantizer import run_quantization
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildMessage, QuantizeOrder
+from node.models.catalogue import describe_folder
 from tests import models
 from tests.effort import thin_cases
 from tests.models import EMBEDDED
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, wait_end, wait_ready
+from tests.support.engine.embedders import make_embedder
 from tests.support.processes import until
 from wire.frames import (
     CancelModelOrder,
@@ -154,6 +156,20 @@ def run_child(order: QuantizeOrder) -> ChildEnd:
         last = msgspec.json.decode(child.stdout.read().splitlines()[-1], type=ChildMessage)
     assert isinstance(last, ChildEnd)
     return last
+
+
+def test_the_result_of_an_embedding_model_keeps_its_modules(tmp_path: Path):
+    source = make_embedder(tmp_path / "source", dense=[(64, "torch.nn.modules.activation.Tanh")])
+    target = tmp_path / "ours"
+    assert run_child(QuantizeOrder(source=str(source), target=str(target), bits=4)).code == ModelOrderCode.COMPLETED
+    before, after = describe_folder("before", source), describe_folder("after", target)
+    assert before is not None
+    assert after is not None
+    assert after.cause == ""
+    assert before.layout is not None
+    assert after.layout == before.layout
+    weights = "2_Dense/model.safetensors"
+    assert (target / weights).read_bytes() == (source / weights).read_bytes()
 
 
 def test_a_file_error_names_its_file(tmp_path: Path):
