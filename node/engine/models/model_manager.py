@@ -197,7 +197,7 @@ class ModelManager:
             event, refused = LoadAborted(), Refused(RefusalCode.NOT_READY, str(error), None, 1.0)
         except Exception as error:
             raise_if_device_lost(error)
-            event, refused = LoadBroke(), self._record_broken(load.descriptor, error)
+            event, refused = LoadBroke(), _record_broken(self._blocks, load.descriptor, error)
         else:
             if isinstance(piece, LoadStep):
                 self._advance(load, piece)
@@ -293,15 +293,6 @@ class ModelManager:
         self.loads += 1
         self._ended.append(LoadSucceeded(loaded_model))
 
-    def _record_broken(self, descriptor: ModelDescriptor, error: Exception) -> Refused:
-        """Record that the files of a model cannot be used, or could not be read now. Return the refusal."""
-        text = " ".join(str(error).split())[:300]
-        cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        ends = time.monotonic() + READ_RETRY_SECONDS if is_read_error(error) else math.inf
-        self._blocks.record_failure(descriptor, cause, ends)
-        log.error("model broken", model=descriptor.name, cause=cause)
-        return _refuse_unloadable(descriptor, cause)
-
     def abort_load(self, refused: Refused, name: str = "") -> bool:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
         progress or queued. Return False if there is no load to abort.
@@ -366,6 +357,16 @@ class ModelManager:
         self._queue.clear()
         self._end_current()
         self._unloader.close()
+
+
+def _record_broken(blocks: LoadBlocks, descriptor: ModelDescriptor, error: Exception) -> Refused:
+    """Record that the files of a model cannot be used, or could not be read now. Return the refusal."""
+    text = " ".join(str(error).split())[:300]
+    cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    ends = time.monotonic() + READ_RETRY_SECONDS if is_read_error(error) else math.inf
+    blocks.record_failure(descriptor, cause, ends)
+    log.error("model broken", model=descriptor.name, cause=cause)
+    return _refuse_unloadable(descriptor, cause)
 
 
 def _refuse_unloadable(descriptor: ModelDescriptor, cause: str) -> Refused:
