@@ -170,8 +170,11 @@ class BatchRecovery:
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
         """Store the caches of the ended rows among `rows` (`store_rows`), then remove these rows from their batches.
-        Output `Finished` for each request whose last row ended. `now` is the monotonic time."""
-        ended = [row for row in rows if row.reason and row.sequence in self._requests]
+        Output `Finished` for each request whose last row ended. `now` is the monotonic time.
+
+        A request can fail between the end of one of its rows and this call. Such a row is removed, but not stored.
+        """
+        ended = [row for row in rows if row.reason and loaded_model.ledger.is_committed(row.commitment)]
         if not ended:
             return
         self._batches.invalidate_step()

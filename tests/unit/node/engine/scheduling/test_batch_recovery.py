@@ -85,6 +85,22 @@ def test_a_request_in_any_state_is_released(driver: Driver):
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
+def test_a_choice_that_ended_in_the_step_of_a_fault_leaves_its_batch_with_its_request(driver: Driver):
+    (other,) = decoding(driver, 1)
+    number = driver.ask("hello", replace(ENDLESS, n=3, max_tokens=6))
+    driver.until(lambda: len(driver.ids[number, 2]) > 2)
+    row = driver.engine.parts.scheduler.live[number].rows[2]
+    feed = row.pipeline.feed
+    row.pipeline.feed = lambda token: feed(token) if len(row.ids) < 6 else 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    failed = driver.end(number)
+    assert isinstance(failed, Failed)
+    assert "ZeroDivisionError" in failed.message
+    assert sum(len(batch) for batch in driver.batches().values()) == 1
+    assert len(driver.resident().ledger) == 1
+    assert isinstance(driver.end(other), Finished)
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
 def test_a_sampler_that_raises_is_a_fault_of_the_engine(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.engine.scheduling.prefill.create_sampler", lambda *_: lambda logprobs: 1 / 0)
     end = driver.end(driver.ask("hello", ENDLESS))
