@@ -227,7 +227,7 @@ class TextEngine:
             parts.memory.find_peak_expiry(now),
             parts.unloader.find_next_idle_unload(),
             parts.model_manager.next_leak_check_at,
-            parts.emergency_reserve.find_next_check(),
+            parts.emergency_reserve.find_next_check() if works is None else None,  # `_maintain_idle`
             parts.prefix_cache.disk.find_next_write(),
         )
         return min((when for when in times if when is not None), default=None)

@@ -15,7 +15,7 @@ from node.engine.memory.reserve import (
 from node.memory.sensor import open_sensor
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.frames import MemoryLimits, ReduceMemory
+from wire.frames import GenerationParams, MemoryLimits, ReduceMemory
 from wire.report import Memory, MemoryLevel
 from wire.units import GIB, MIB
 
@@ -186,6 +186,20 @@ def test_lower_limits_take_it_at_once():
     tight = memory.current - 24 * MIB
     driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.parts.emergency_reserve.nbytes == 0
+
+
+def test_a_released_reserve_is_not_checked_while_a_request_waits():
+    driver = a_driver()
+    parts = driver.engine.parts
+    number = driver.ask("Hello!", GenerationParams(max_tokens=60))
+    driver.until(lambda: driver.ids[number, 0])
+    parts.emergency_reserve.release()
+    parts.scheduler.preemptor.preempt(parts.scheduler.live[number])
+    now = time.monotonic()
+    parts.scheduler.preemptor.return_at = now + 0.1
+    due = driver.engine.next_step_at(now)
+    assert due is not None
+    assert now < due <= now + 0.1
 
 
 def test_an_engine_at_rest_looks_for_it_and_takes_it():
