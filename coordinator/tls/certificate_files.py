@@ -7,7 +7,12 @@ from pathlib import Path
 import structlog
 
 from coordinator.tls.cluster_ca import AuthorityError
-from coordinator.tls.https_ca import create_server_context, load_server_context, read_certificate_validity
+from coordinator.tls.https_ca import (
+    NO_PASSPHRASE,
+    create_server_context,
+    load_server_context,
+    read_certificate_validity,
+)
 
 log = structlog.get_logger("coordinator.tls.certificate_files")
 
@@ -39,7 +44,7 @@ class CertificateFiles:
         load_server_context(self._certificate, self._key)  # a certificate without its key must not reach the endpoint
         validity = read_certificate_validity(self._certificate)
         try:
-            self.context.load_cert_chain(self._certificate, self._key)
+            self.context.load_cert_chain(self._certificate, self._key, NO_PASSPHRASE)
         except (OSError, ssl.SSLError) as error:
             raise AuthorityError(f"{self._certificate} cannot be loaded: {error}") from None
         if self._digest is not None:

@@ -62,6 +62,9 @@ REISSUED_WARNING = (
 )
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 """Names that every certificate of the endpoint contains."""
+NO_PASSPHRASE = ""
+"""Passphrase for every key. Without it, OpenSSL asks on the terminal for that of an encrypted key and blocks the loop.
+"""
 LOCAL_DOMAIN = "local"
 """Domain of Bonjour's names."""
 
@@ -257,7 +260,7 @@ def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
     """
     context = create_server_context()
     try:
-        context.load_cert_chain(certificate, key)
+        context.load_cert_chain(certificate, key, NO_PASSPHRASE)
     except (OSError, ssl.SSLError) as error:
         why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
         raise AuthorityError(

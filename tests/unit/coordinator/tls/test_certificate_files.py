@@ -1,13 +1,16 @@
 """Certificate files of the settings: replaced files are served without a restart, and unusable ones never."""
 
 import ssl
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from coordinator.tls.certificate_files import CertificateFiles
-from coordinator.tls.cluster_ca import AuthorityError
+from coordinator.tls.cluster_ca import AuthorityError, read_key_pair
 from coordinator.tls.https_ca import HttpsCa
 
 
@@ -63,3 +66,20 @@ def test_files_that_cannot_be_used_leave_the_former_certificate(tmp_path: Path):
     key.write_bytes(certificate.read_bytes())
     files.renew()
     assert serve(files) != served
+
+
+def test_an_encrypted_key_is_refused_without_a_question_for_its_passphrase(tmp_path: Path):
+    file, _ = issue(tmp_path / "first")
+    key = tmp_path / "key.pem"
+    encryption = BestAvailableEncryption(b"secret")
+    key.write_bytes(read_key_pair(file)[0].private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption))
+    load = (
+        "import sys; from pathlib import Path; from coordinator.tls.certificate_files import CertificateFiles; "
+        "CertificateFiles(Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    command = (sys.executable, "-c", load, str(file), str(key))
+    done = subprocess.run(  # without a terminal, OpenSSL reads the passphrase from standard input
+        command, input="secret\n" * 3, start_new_session=True, capture_output=True, text=True, timeout=60
+    )
+    assert "pass phrase" not in done.stderr
+    assert f"AuthorityError: http.tls_cert_file {file}" in done.stderr.replace("coordinator.tls.cluster_ca.", "")
