@@ -196,6 +196,14 @@ def test_check_panics_reports_date_and_remedy_of_the_newest_panic(
         assert (step in found.fix) is (result == "fail")
 
 
+def test_check_panics_warns_of_a_folder_that_cannot_be_listed(tmp_path: Path):
+    folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
+    folder.parent.mkdir(parents=True)
+    folder.touch()
+    found = BY_ID["panics"].run(pretended(tmp_path))
+    assert (found.result, found.text) == ("warn", "the panic reports cannot be read: Not a directory")
+
+
 def test_check_panics_ignores_old_reports_and_warns_of_unreadable_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert BY_ID["panics"].run(pretended(tmp_path)).result == "ok"
     reports(tmp_path, GPU)
