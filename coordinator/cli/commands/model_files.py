@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import model
+from coordinator.cli.commands.models import check_node_names, model
 from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import confirm, yes_option
 from coordinator.cli.memory_breakdown import format_age
@@ -104,6 +104,9 @@ def remove(
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")
+    if model is None and nodes:
+        existing = session.request_json("GET", "/api/v1/nodes")["nodes"]
+        check_node_names(nodes, existing, "there is no such node")
     copies = [
         copy
         for copy in _fetch_copies(session, unused_since)
@@ -135,16 +138,11 @@ def verify(session: ApiSession, model: str, nodes: tuple[str, ...]) -> None:
 
     Each linked node that has the model reads all files, one node after the other.
     """
-    copies = [
-        copy
-        for copy in _fetch_copies(session)
-        if copy["copy_of"] == model
-        and copy["state"] in LINKED
-        and (not nodes or {copy["name"], copy["id"]} & set(nodes))
-    ]
+    copies = [copy for copy in _fetch_copies(session) if copy["copy_of"] == model and copy["state"] in LINKED]
     if not copies:
         raise CommandError(NOT_FOUND, f"no linked node has the model {model}: look at `cluster model files`")
-    _run_orders(session, "verify", copies)
+    check_node_names(nodes, copies, f"no linked node of this name has the model {model}")
+    _run_orders(session, "verify", [c for c in copies if not nodes or {c["name"], c["id"]} & set(nodes)])
 
 
 def _run_orders(session: ApiSession, verb: str, copies: list[Copy]) -> None:

@@ -1,6 +1,7 @@
 """`cluster models`, and most commands of `cluster model`: list, want, show, load, unload and measure models."""
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -172,6 +173,18 @@ def _format_measured(measured: dict[str, Any]) -> str:
 
 def _format_place(node: dict[str, Any]) -> str:
     return format_model_label(node["name"], node) + ("" if node["state"] == NodeState.READY else f" {node['state']}")
+
+
+def check_node_names(names: Sequence[str], rows: Sequence[Mapping[str, Any]], problem: str) -> None:
+    """Raise `CommandError` unless each name is the name or id of a row.
+
+    `problem` follows the first wrong name, and the names of the rows follow it.
+    """
+    known = {row[key] for row in rows for key in ("name", "id")}
+    for name in names:
+        if name not in known:
+            listed = ", ".join(sorted({row["name"] for row in rows})) or "none"
+            raise CommandError(NOT_FOUND, f"{name}: {problem}; nodes: {listed}")
 
 
 def format_model_label(name: str, row: dict[str, Any]) -> str:

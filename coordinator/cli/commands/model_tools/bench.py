@@ -7,6 +7,7 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.commands.model_tools.quantize import model
+from coordinator.cli.commands.models import check_node_names
 from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
@@ -33,26 +34,25 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     With --show, print the stored speeds of MODEL, or of all models; --node limits them. Exit code: 6 if a node was not
     measured.
     """
-    if name is None and not show:
-        raise click.UsageError("name a MODEL, or give --show")
-    wanted = {node["id"]: node["name"] for node in (_read_node(session, node) for node in nodes)}
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))
         if nodes:
-            answer["benchmarks"] = [row for row in answer["benchmarks"] if row["node"]["id"] in wanted]
+            stored = answer["benchmarks"]
+            existing = session.request_json("GET", "/api/v1/nodes")["nodes"]
+            check_node_names(nodes, [*existing, *(row["node"] for row in stored)], "there is no such node")
+            answer["benchmarks"] = [row for row in stored if {row["node"]["name"], row["node"]["id"]} & set(nodes)]
         session.print_answer(answer, _print_benchmarks)
         return
+    if name is None:
+        raise click.UsageError("name a MODEL, or give --show")
     models = [model for model in session.request_json("GET", "/api/v1/models")["models"] if model["name"] == name]
-    places = [
-        node
-        for node in (models[0]["nodes"] if models else ())
-        if node["state"] in LINKED and not node["cause"] and (not nodes or node["id"] in wanted)
-    ]
+    places = [node for node in (models[0]["nodes"] if models else ()) if node["state"] in LINKED and not node["cause"]]
     if not places:
         raise CommandError(NOT_FOUND, f"no linked node can load the model {name}: look at `cluster model files`")
+    check_node_names(nodes, places, f"no linked node of this name can load the model {name}")
+    places = [node for node in places if not nodes or {node["name"], node["id"]} & set(nodes)]
     done: list[dict[str, Any]] = []
-    missing = wanted.keys() - {place["id"] for place in places}
-    failures = [f"{wanted[node]} cannot load {name} now" for node in sorted(missing)]
+    failures: list[str] = []
     for place in places:
         body = {"model": name, "node": place["id"], "force": force}
         try:
@@ -64,11 +64,6 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     session.print_answer({"schema": 1, "benchmarks": done, "failures": failures}, _print_benchmarks)
     if failures:
         raise CommandError(REFUSED, "; ".join(failures))
-
-
-def _read_node(session: ApiSession, node: str) -> dict[str, Any]:
-    """Return a node by name or id, as the API describes it. Raise `CommandError` if there is none."""
-    return session.request_json("GET", f"/api/v1/nodes/{quote(node, safe='')}")["node"]
 
 
 def _print_benchmarks(answer: dict[str, Any]) -> None:

@@ -265,21 +265,22 @@ def test_bench_shows_the_stored_speeds_of_the_named_nodes_only(server: Server):
         {"model": "a/b", "node": {"id": f"n-{name}", "name": name}, "measured": 0, "max_prompt": 4096, "runs": []}
         for name in ("studio", "mini", "air")
     ]
-    server.answer = {"schema": 1, "benchmarks": rows, "node": {"id": "n-mini", "name": "mini"}}
-    shown = server.run("model", "bench", "--show", "--node", "MINI", "-o", "json").output
-    assert [row["node"]["name"] for row in json.loads(shown)["benchmarks"]] == ["mini"]
-    assert server.asked == [("/api/v1/nodes/MINI", None), ("/api/v1/benchmarks", None)]
+    server.answer = {"schema": 1, "benchmarks": rows, "nodes": [{"id": "n-new", "name": "new"}]}
+    shown = server.run("model", "bench", "--show", "--node", "mini", "--node", "n-air", "-o", "json").output
+    assert [row["node"]["name"] for row in json.loads(shown)["benchmarks"]] == ["mini", "air"]
     assert "a/b on studio" in server.run("model", "bench", "--show").output
 
 
-def test_bench_names_the_nodes_that_were_not_measured(server: Server):
-    benchmark = {"model": "a/b", "node": row("studio"), "measured": 0, "max_prompt": 4096, "runs": []}
-    places = [row("studio"), row("mini", cause="no memory")]
-    models = [{"name": "a/b", "nodes": places, "weights": 1, "context": 1}]
-    server.answer = {"schema": 1, "models": models, "benchmark": benchmark, "node": row("mini")}
-    done = server.run("model", "bench", "a/b", "--node", "mini")
-    assert (done.exit_code, "no linked node can load the model a/b" in done.stderr) == (NOT_FOUND, True)
-    places.append(row("air"))
-    server.answer["node"] = row("air")
-    done = server.run("model", "bench", "a/b", "--node", "air")
-    assert (done.exit_code, done.stderr) == (0, "")
+def test_bench_and_verify_refuse_a_node_that_does_not_exist_and_name_the_others(server: Server):
+    places = [{**row(name, "known"), "id": f"n-{name}", "used": 0.0, "removable": True} for name in ("studio", "mini")]
+    server.answer = {"schema": 1, "benchmarks": [], "nodes": places, "models": [{"name": "a/b", "nodes": places}]}
+    names = ("--node", "n-mini", "--node", "typo")
+    for words, problem in {
+        ("bench", "--show"): "there is no such node",
+        ("bench", "a/b"): "no linked node of this name can load the model a/b",
+        ("verify", "a/b"): "no linked node of this name has the model a/b",
+        ("rm", "--unused-since", "1d", "--yes"): "there is no such node",
+    }.items():
+        done = server.run("model", *words, *names)
+        assert (done.exit_code, done.stderr) == (NOT_FOUND, f"Error: typo: {problem}; nodes: mini, studio\n")
+    assert {body for _, body in server.asked} == {None}, "no order was sent"
