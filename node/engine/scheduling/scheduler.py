@@ -169,7 +169,8 @@ class Scheduler:
         choices = self._queue.list_choices(now)
         if choices:
             return max(now, self._queue.compute_wait_end(choices))
-        waiting = [prefill.retry_at for prefill in self._requests.prefills]
+        # A prompt that has no time of its own waits for the rows of one that has.
+        waiting = [prefill.retry_at for prefill in self._requests.prefills if prefill.retry_at > now]
         if self._requests.preempted:
             waiting.append(self.preemptor.return_at)
         return min(waiting, default=None)

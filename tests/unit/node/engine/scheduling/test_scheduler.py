@@ -24,7 +24,7 @@ from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.step_output import build_finished
 from tests import models
 from tests.effort import SEED, scale_examples
-from tests.support.engine.text_engine import GREEDY, Driver
+from tests.support.engine.text_engine import GREEDY, ONE_TOKEN, Driver
 from tests.support.readings import Later
 from wire.capacity.batches import compute_row_bytes, compute_waste_bytes
 from wire.capacity.fairness import WeightedKey
@@ -301,6 +301,17 @@ def test_a_step_takes_the_seconds_of_its_launch_and_of_the_wait_for_it(driver: D
     for _ in range(2):
         driver.engine.parts.scheduler.synchronize()
     assert recorded == [(1000.0, 1)], "once, although it is awaited twice"
+
+
+def test_the_next_step_is_the_retry_while_a_prompt_without_rows_waits_behind_one_without_memory():
+    driver = Driver(models.path("llama"), max_batch_size=1)
+    driver.answer("hello", ONE_TOKEN)
+    scheduler = driver.engine.parts.scheduler
+    for _ in range(2):
+        driver.ask("hello", ONE_TOKEN)
+    now = time.monotonic()
+    scheduler.prefills[0].delay(now + 60.0)
+    assert scheduler.next_step_at(now) == now + 60.0
 
 
 def test_of_prompts_that_all_wait_for_memory_the_newest_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch):
