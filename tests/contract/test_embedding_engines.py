@@ -201,6 +201,14 @@ def test_without_room_nothing_runs_and_nothing_stays_reserved(play: Play, engine
     assert player.engine.report(0.0).memory.reserved == 0
 
 
+@pytest.mark.parametrize("ids", [(), ((),)])
+@pytest.mark.parametrize("engine", KINDS)
+def test_a_request_without_a_text_is_refused(play: Play, engine: str, ids: tuple[tuple[int, ...], ...]):
+    player = play(engine, "embed")
+    assert player.refusal(ids=ids)[0] is RefusalCode.INVALID
+    assert len(player.vectors("x")) == 1
+
+
 @pytest.mark.parametrize("engine", KINDS)
 def test_an_unknown_model_and_a_cancelled_request(play: Play, engine: str):
     player = play(engine, "embed")

@@ -78,6 +78,8 @@ class EmbeddingPreparer:
         most = self._context(found)
         pairs = list(_tokenize(tokenizer, request, layout, most))
         inputs = tuple(pair.ids for pair in pairs)
+        if not inputs:
+            return _refuse(request, RefusalCode.INVALID, "the request has no text: send at least one")
         for place, ids in enumerate(inputs):
             if not ids:
                 return _refuse(request, RefusalCode.INVALID, f"input {place} has no tokens: send a text")

@@ -62,6 +62,8 @@ class ScriptedEmbeddings:
             return Refused(RefusalCode.INVALID, f"the vectors of {self._model} have {self._dimensions} numbers at most")
         if request.prompt:
             return Refused(RefusalCode.INVALID, f"{self._model} has no prompt {request.prompt[:80]!r}")
+        if not all(lengths) or not lengths:
+            return Refused(RefusalCode.INVALID, "the request has no text, or one without tokens")
         longest = max(lengths)
         if longest > self._max_tokens and not request.truncate:
             return Refused(
