@@ -15,6 +15,7 @@ from router.http.app import OLLAMA_PATHS, build_openapi_paths, build_openapi_sch
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.frames import Cancel, Delta, Deltas, Generate
+from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB, MIB
 
@@ -139,13 +140,13 @@ async def test_many_at_once_share_the_nodes(cluster: LoopbackCluster):
 
 async def test_refused_request_is_retried_without_delay(cluster: LoopbackCluster):
     """Place each request first on `studio`, which refuses it: `mini` has less headroom."""
-    cluster.nodes["mini"].memory = a_memory(4 * GIB)
+    cluster.nodes[NodeId("mini")].memory = a_memory(4 * GIB)
     cluster.report()
     async with library(cluster) as client:
         await client.chat.completions.create(**ASK)
         slowest = 0.0
         for _ in range(20):
-            cluster.nodes["studio"].refuse = 1
+            cluster.nodes[NodeId("studio")].refuse = 1
             started = time.perf_counter()
             raw = await client.chat.completions.with_raw_response.create(**ASK)
             slowest = max(slowest, time.perf_counter() - started)
