@@ -126,13 +126,13 @@ class PrefixMemory:
         suffice. A False result is possible after evictions as well, because an eviction may free less than expected.
         """
         memory, need = self._memory(), size + transient
-        limit = self._limit(memory.cap)
-        if size > limit or not _fits(memory, need - self.nbytes):
+        limit, kept = self._limit(memory.cap), self.nbytes - self._store.nbytes
+        if kept + size > limit or not _fits(memory, need - self.nbytes):
             return False
         if self.nbytes + size > limit:
             self._store.evict(self.nbytes + size - limit)
             self._on_released()
-            if self.nbytes + size > limit:  # histories in progress take the rest
+            if self.nbytes + size > limit:  # parts of evicted entries wait to be written
                 return False
         elif _fits(memory, need):
             return True
