@@ -98,7 +98,11 @@ class EmergencyReserve:
         since = self._fits_since = now if self._fits_since is None else self._fits_since
         self._check_at = now + CHECK_INTERVAL_SECONDS
         if now - since >= HEADROOM_BEFORE_REFILL_SECONDS:
-            self._allocate()
+            try:
+                self._allocate()
+            except OSError as error:  # the system gives no memory: the engine works without a reserve
+                log.warning("reserve not allocated", size=show_size(self._size), error=str(error))
+                self._fits_since, self._check_at = None, now + HEADROOM_BEFORE_REFILL_SECONDS
 
     def _allocate(self) -> None:
         mapping = mmap.mmap(-1, self._size)

@@ -59,6 +59,16 @@ def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
     assert during - after >= 63 * MIB
 
 
+def test_the_engine_works_without_a_reserve_that_the_system_does_not_give():
+    canary = EmergencyReserve("1048576GiB", lambda: Memory(headroom=2**60))  # more than the address space of a process
+    canary.resize(GIB)
+    now = held(canary)
+    assert (canary.nbytes, canary.mapping) == (0, None)
+    due = canary.find_next_check()
+    assert due is not None
+    assert due >= now - CHECK_INTERVAL_SECONDS, "it is tried again later"
+
+
 def test_it_is_random_page_by_page():
     canary = EmergencyReserve("3MiB", lambda: Memory(headroom=GIB))
     canary.resize(GIB)
