@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
@@ -260,6 +260,7 @@ KEYS = st.sampled_from([*LLAMA, "layer_types", "text_config", "sliding_window", 
 
 
 @given(st.dictionaries(KEYS, JSON, max_size=5), st.dictionaries(st.sampled_from(["w", "__metadata__"]), JSON))
+@example({**LLAMA, "hidden_size": 10**400}, {})
 def test_unknown_files_raise_nothing(config: dict[str, Any], header: dict[str, Any]):
     raw = json.dumps(header).encode()
     with tempfile.TemporaryDirectory() as name:
