@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import urlsplit
 
 import click
 
@@ -19,6 +18,7 @@ from coordinator.client.connection import (
     CoordinatorAddress,
     convert_connection_errors,
     iterate_body,
+    parse_base_url,
     send_request,
 )
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
@@ -39,24 +39,6 @@ def get_default_state() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
-
-
-def parse_base_url(text: str) -> str:
-    """Return the base URL of a coordinator, without path; `https` if the text has no scheme.
-
-    Raise `click.UsageError` if the text is not such a URL.
-    """
-    parts = urlsplit(text if "//" in text else f"https://{text}")
-    if parts.scheme in ("macpool", "cluster"):
-        raise click.UsageError(f"{text} is the address for nodes; the URL of the API is the `endpoint` of `cluster up`")
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise click.UsageError(f"{text!r} is not the URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,9 +175,12 @@ class ApiSession:
                 "`cluster login URL` stores both",
             )
         try:
-            return self.key_file.read_text().strip()
+            key = self.key_file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
+        if not (key.isascii() and key.isprintable()):  # the key would be no valid header
+            raise CommandError(DENIED, f"{self.key_file} must contain one key and nothing else")
+        return key
 
     def send_request(
         self, method: str, path: str, body: object = None, timeout: float = 30.0

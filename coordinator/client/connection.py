@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import click
+
 from coordinator.client.errors import BLOCKED, PIN, TIMED_OUT, UNREACHABLE, CommandError
 
 if TYPE_CHECKING:
@@ -33,6 +35,26 @@ class CoordinatorAddress:
     """API key, or the secret of `run.json` for a coordinator on this machine."""
     authority: str
     """CA of the endpoint's certificate (PEM), trusted in addition to the system's CAs; empty for none."""
+
+
+def parse_base_url(text: str) -> str:
+    """Return the base URL of a coordinator, without path; `https` if the text has no scheme.
+
+    Raise `click.UsageError` if the text is not such a URL.
+    """
+    wrong = click.UsageError(f"{text!r} is not the URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
+    try:
+        parts = urlsplit(text if "//" in text else f"https://{text}")
+        port = parts.port
+        (parts.hostname or "").encode("idna")  # as a connection does
+    except ValueError:
+        raise wrong from None
+    if parts.scheme in ("macpool", "cluster"):
+        raise click.UsageError(f"{text} is the address for nodes; the URL of the API is the `endpoint` of `cluster up`")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise wrong
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
 
 
 def _create_context(authority: str) -> "ssl.SSLContext":

@@ -66,7 +66,10 @@ def join(
             "`echo TOKEN | cluster join URL --token-file -`, or a file that contains it"
         )
     if url and url.partition("://")[0] in ("http", "https"):
-        host = urlsplit(url).hostname or "HOST"
+        try:
+            host = urlsplit(url).hostname or "HOST"
+        except ValueError:
+            host = "HOST"
         raise click.UsageError(
             f"{url} is the endpoint for clients; machines join at the cluster port: run `cluster join "
             f"macpool://{host}:{CLUSTER_PORT} --token-file FILE`. `cluster token create` on the coordinator prints the "

@@ -14,8 +14,8 @@ import click
 
 from coordinator.cli.request_table import print_placement, print_request, print_requests
 from coordinator.cli.spinner import show_spinner
-from coordinator.client.api_client import ApiSession, parse_base_url, print_table, raise_for_status, session_options
-from coordinator.client.connection import split_lines
+from coordinator.client.api_client import ApiSession, print_table, raise_for_status, session_options
+from coordinator.client.connection import parse_base_url, split_lines
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 
 CHAT_TIMEOUT_SECONDS = 600.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from coordinator.cli.commands.clients.trust_ca import fetch_confirmed_authority
-from coordinator.client.api_client import LOGIN_FILE, ApiSession, get_default_state, parse_base_url
-from coordinator.client.connection import CoordinatorAddress, send_request
+from coordinator.client.api_client import LOGIN_FILE, ApiSession, get_default_state
+from coordinator.client.connection import CoordinatorAddress, parse_base_url, send_request
 from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
 
 

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.api_client import ApiSession, parse_base_url, raise_for_status, session_options
-from coordinator.client.connection import explain_connection_error
+from coordinator.client.api_client import ApiSession, raise_for_status, session_options
+from coordinator.client.connection import explain_connection_error, parse_base_url
 from coordinator.client.errors import NOT_FOUND, PIN, UNREACHABLE, CommandError
 
 if TYPE_CHECKING:

@@ -302,6 +302,8 @@ def test_login_keeps_url_and_key_for_later_commands(pool: Served, tmp_path: Path
     [
         ("macpool://a:8081", "mp_a_b", 2, "`endpoint`"),
         ("ftp://a", "mp_a_b", 2, "http://HOST:PORT"),
+        ("http://[::1", "mp_a_b", 2, "http://HOST:PORT"),
+        ("http://a..b:1", "mp_a_b", 2, "http://HOST:PORT"),
         ("http://127.0.0.1:1", "mp_a_b", 3, "cannot be reached"),
         ("", "mp_abcdefgh_" + "x" * 43, 4, "refuses this key"),
         ("", "sk-other", 4, "mp_"),
@@ -313,6 +315,19 @@ def test_a_login_that_does_not_work_is_not_kept(
     done = alone("login", url or pool.url, "--key-file", "-", "--state", str(tmp_path), input=key)
     assert (done.exit_code, words in done.output) == (code, True), done.output
     assert not (tmp_path / "login.json").exists()
+
+
+@pytest.mark.parametrize("content", ["mp_a_b\nmp_c_d", "mp_\u20ac_b"])
+def test_a_key_file_that_has_no_single_key_is_refused(pool: Served, tmp_path: Path, content: str):
+    key = tmp_path / "key"
+    key.write_text(content)
+    done = alone("nodes", "--url", pool.url, "--key-file", str(key), "--state", str(tmp_path))
+    assert (done.exit_code, done.output) == (4, f"Error: {key} must contain one key and nothing else\n")
+
+
+def test_join_refuses_a_malformed_endpoint_of_clients(tmp_path: Path):
+    done = alone("join", "http://[::1", "--state", str(tmp_path))
+    assert (done.exit_code, "cluster join macpool://HOST:8081" in done.output) == (2, True), done.output
 
 
 def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
