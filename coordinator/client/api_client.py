@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import click
 
@@ -32,6 +32,8 @@ RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
 tries."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
+_FIELDS = {"run.json": {"url", "secret"}, LOGIN_FILE: {"url", "key"}}
+"""Required fields of the files in the state folder that name a coordinator."""
 
 
 def get_default_state() -> Path:
@@ -79,10 +81,10 @@ class ApiSession:
         Raise `CommandError` if the file cannot be read.
         """
         run = self._read_file("run.json") if self.url is None else None
-        if run is None or "pid" not in run:
+        if run is None or not isinstance(run.get("pid"), int):
             return False
         try:
-            os.kill(int(run["pid"]), 0)
+            os.kill(run["pid"], 0)
         except ProcessLookupError:
             return True
         except PermissionError:  # the process runs, as another user
@@ -99,11 +101,15 @@ class ApiSession:
 
     def _read_file(self, name: str) -> dict[str, Any] | None:
         try:
-            return json.loads((self.state / name).read_text())
+            content: object = json.loads((self.state / name).read_text())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
             raise CommandError(1, f"{self.state / name} cannot be read: {error}") from None
+        if not isinstance(content, dict) or not _FIELDS[name] <= content.keys():
+            fields = " and ".join(sorted(_FIELDS[name]))
+            raise CommandError(1, f"{self.state / name} has no {fields}: delete the file")
+        return cast("dict[str, Any]", content)
 
     def select_coordinator(self) -> CoordinatorAddress:
         """Return the coordinator to use: the one at --url, the one of the state folder, or the one of `cluster login`.

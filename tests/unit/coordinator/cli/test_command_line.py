@@ -331,7 +331,7 @@ def test_join_refuses_a_malformed_endpoint_of_clients(tmp_path: Path):
 
 
 def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text('{"url": "http://127.0.0.1:1", "secret": "mp_x_y"}')
     done = alone("login", "http://127.0.0.1:1", "--key-file", "-", "--state", str(tmp_path), input="mp_a_b")
     assert done.exit_code == 6
 

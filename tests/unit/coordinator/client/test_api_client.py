@@ -1,10 +1,11 @@
 """Errors of the coordinator's API as exit codes of a command."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from coordinator.client.api_client import raise_for_status
+from coordinator.client.api_client import ApiSession, raise_for_status
 from coordinator.client.errors import CommandError
 
 
@@ -36,3 +37,14 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers_of_its_memory():
 def test_an_answer_without_an_error_is_quoted():
     with pytest.raises(CommandError, match=r"^HTTP 502: <html>$"):
         raise_for_status(502, b"<html>")
+
+
+@pytest.mark.parametrize(("name", "fields"), [("run.json", "secret and url"), ("login.json", "key and url")])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"url": "http://127.0.0.1:1"}', "7"])
+def test_a_file_without_a_required_field_is_named_with_the_next_step(
+    tmp_path: Path, name: str, fields: str, content: str
+):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CommandError) as caught:
+        ApiSession(tmp_path, None, None, "text").select_coordinator()
+    assert (caught.value.exit_code, caught.value.message) == (1, f"{tmp_path / name} has no {fields}: delete the file")
