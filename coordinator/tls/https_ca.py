@@ -263,6 +263,8 @@ def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key, NO_PASSPHRASE)
     except (OSError, ssl.SSLError) as error:
         why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
+        if isinstance(error, ssl.SSLError) and b"ENCRYPTED" in key.read_bytes():
+            why = "the key is encrypted; decrypt it with `openssl pkey`"
         raise AuthorityError(
             f"http.tls_cert_file {certificate} with http.tls_key_file {key} cannot be used: {why}"
         ) from None

@@ -82,4 +82,5 @@ def test_an_encrypted_key_is_refused_without_a_question_for_its_passphrase(tmp_p
         command, input="secret\n" * 3, start_new_session=True, capture_output=True, text=True, timeout=60
     )
     assert "pass phrase" not in done.stderr
+    assert "cannot be used: the key is encrypted; decrypt it with `openssl pkey`" in done.stderr
     assert f"AuthorityError: http.tls_cert_file {file}" in done.stderr.replace("coordinator.tls.cluster_ca.", "")
