@@ -177,7 +177,7 @@ class DecodeLoop:
                 # them.
                 ledger.extend(row.commitment, more)
                 return
-            message = f"the answer became longer than expected: {refused.message}"
+            message = f"an answer became longer than expected: {refused.message}"
             self._preemptor.release_for(row, replace(refused, message=message))
 
 

@@ -39,8 +39,11 @@ Parts
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import structlog
+
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_recovery import BatchRecovery
 from node.engine.scheduling.batch_table import BatchTable
@@ -59,6 +62,8 @@ from node.engine.scheduling.step_output import StepOutput
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Frame
 from wire.refusals import Refused
+
+log = structlog.get_logger("engine.scheduler")
 
 
 class SchedulerLimits(NamedTuple):
@@ -199,7 +204,7 @@ class Scheduler:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
 
         The prefix cache gets back the entry that a waiting prefill of the request took out, and loses the snapshots of
-        that prompt.
+        that prompt. A fault while the entry is stored is logged.
 
         `now` is the monotonic time at which the turn began.
         """
@@ -208,11 +213,18 @@ class Scheduler:
             return False
         for prefill in self._requests.prefills:
             if prefill.sequence is sequence:
-                self._prefixes.put_back(prefill)
+                self._put_back_prefix(prefill)
                 self._prefixes.remove_snapshots(prefill)
         self.recovery.release_request(sequence)
         self._requests.record_ends(now)
         return True
+
+    def _put_back_prefix(self, prefill: Prefill) -> None:
+        try:
+            self._prefixes.put_back(prefill)
+        except Exception as error:
+            raise_if_device_lost(error)
+            log.exception("prefix not stored", request=prefill.sequence.number)
 
     def end_newest(self, refused: Refused, now: float) -> bool:
         """End the newest request that has tokens in a cache. Return False if there is none.

@@ -129,7 +129,7 @@ class ScriptedBatch:
             if refused is None or refused.code is RefusalCode.UNREADABLE:
                 ledger.extend(commitment, more)
                 return
-            message = f"the answer became longer than expected: {refused.message}"
+            message = f"an answer became longer than expected: {refused.message}"
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
     def count_steady_steps(self) -> int:

@@ -478,6 +478,26 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     assert driver.ids[driver.number, 0] == driver.ids[first, 0]
 
 
+def test_a_fault_while_a_prefix_is_put_back_ends_the_cancelled_request_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    messages = (Message("user", "word " * 300),)
+    brief = GenerationParams(temperature=0.0, max_tokens=4, logit_bias=COLONS)
+    other = driver.ask("Hello!", GREEDY)
+    first = driver.ask(messages=messages, params=brief)
+    ended(driver, first)
+    messages += (Message("assistant", driver.text[first, 0, Channel.CONTENT]), Message("user", "word " * 2000))
+    second = driver.ask(messages=messages)
+    scheduler = driver.engine.parts.scheduler
+    driver.until(lambda: any(prefill.past and prefill.past.removed_tokens for prefill in scheduler.prefills))
+    with monkeypatch.context() as patch:
+        patch.setattr("node.engine.scheduling.prefix_cache.materialize_layers", lambda *_: 1 / 0)
+        driver.cancel(second)
+    assert second not in scheduler.live
+    assert driver.engine.check() == []
+    assert isinstance(ended(driver, other), Finished)
+
+
 def test_a_prefill_that_has_started_holds_no_entry_of_the_cache(driver: Driver):
     """The memory of an entry that is evicted meanwhile must become free."""
     ended(driver, driver.ask("word " * 300, GenerationParams(max_tokens=1)))

@@ -387,7 +387,7 @@ def test_a_lone_row_without_room_to_grow_fails_with_the_numbers(driver: Driver, 
     found = driver.end(number)
     assert isinstance(found, Failed)
     assert (found.code, len(driver.ids[number, 0])) == ("no_headroom", 10)
-    assert found.message == "the answer became longer than expected: no room by script"
+    assert found.message == "an answer became longer than expected: no room by script"
 
 
 def test_no_more_prompts_are_started_than_rows_may_decode(driver: Driver):
