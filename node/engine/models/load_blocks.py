@@ -6,7 +6,9 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from wire.frames import ModelBan
 
 READ_RETRY_SECONDS = 60.0
-"""Seconds after which a model whose files could not be read may be loaded again."""
+"""Seconds after which a model may be loaded again whose files could not be read, or for which no memory was left."""
+_PASSING_ERRORS = ("[read]", "[malloc]", "[metal::malloc]")
+"""Beginnings of the messages of MLX for a file that cannot be read, and for memory that is not given."""
 
 
 class LoadBlocks:
@@ -43,7 +45,11 @@ class LoadBlocks:
         self._broken.pop(name, None)
 
 
-def is_read_error(error: Exception) -> bool:
-    """Return whether a file of a model could not be opened or read, as on a disk that was disconnected. The files
-    themselves may be valid."""
-    return isinstance(error, OSError) or str(error).startswith("[read]") or "Failed to open" in str(error)
+def may_pass(error: Exception) -> bool:
+    """Return whether the cause of a failed load may pass, although the files of the model stay the same.
+
+    One cause is a file that could not be opened or read, as on a disk that was disconnected. Another is memory that the
+    system or MLX did not give.
+    """
+    text = str(error)
+    return isinstance(error, OSError | MemoryError) or text.startswith(_PASSING_ERRORS) or "Failed to open" in text

@@ -24,7 +24,7 @@ import structlog
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.memory_reader import MemoryReader
-from node.engine.models.load_blocks import READ_RETRY_SECONDS, LoadBlocks, is_read_error
+from node.engine.models.load_blocks import READ_RETRY_SECONDS, LoadBlocks, may_pass
 from node.engine.models.load_state import (
     LoadAborted,
     LoadBegan,
@@ -360,10 +360,10 @@ class ModelManager:
 
 
 def _record_broken(blocks: LoadBlocks, descriptor: ModelDescriptor, error: Exception) -> Refused:
-    """Record that the files of a model cannot be used, or could not be read now. Return the refusal."""
+    """Record that the files of a model cannot be used, or that it could not be loaded now. Return the refusal."""
     text = " ".join(str(error).split())[:300]
     cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    ends = time.monotonic() + READ_RETRY_SECONDS if is_read_error(error) else math.inf
+    ends = time.monotonic() + READ_RETRY_SECONDS if may_pass(error) else math.inf
     blocks.record_failure(descriptor, cause, ends)
     log.error("model broken", model=descriptor.name, cause=cause)
     return _refuse_unloadable(descriptor, cause)

@@ -73,7 +73,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     first, 0 to 1. With `failed`, the share of the last attempt, which did not pass. Without a check: 1."""
     failed: str = ""
     """Diagnosis if no attempted row length passed the check against a memory reading; empty if one passed, or without a
-    check. The diagnosis is stored because later loads then repeat it without another measurement."""
+    check. The diagnosis is stored because later loads of the same process repeat it without another measurement."""
     refused_bytes: int = 0
     """Bytes of the first forward that the gate refused to the probe at a load, with its row; 0 without one. Loads
     measure again if twice these bytes pass then. A sweep measures as far as the gate allows, and has 0."""

@@ -83,6 +83,9 @@ class Profiler:
         self._chunk, self._batch, self._enabled = chunk, batch, enabled
         self._keys: dict[str, MemoryProfileKey] = {}
         self._known: set[str] = set()
+        """Fingerprints of models with a stored profile."""
+        self._checked: set[str] = set()
+        """Fingerprints of models whose longest row this process has checked against a memory reading."""
 
     def estimate_seconds(self, descriptor: ModelDescriptor) -> float:
         """Return the expected seconds of measuring a model at its next load: `PROBE_SECONDS`, or 0.0 if its profile is
@@ -100,8 +103,10 @@ class Profiler:
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
 
-        Measure again if the gate ended the stored measurement early and has room for more now. Each step of the
-        iterator runs one forward of the measurement.
+        Measure again if the gate ended the stored measurement early and has room for more now. A profile whose longest
+        row failed is measured again once in each process, because its diagnosis asks for other settings. The stored
+        profile is used if a new measurement runs no forward. Each step of the iterator runs one forward of the
+        measurement.
 
         `alone`: no other model is loaded. The longest row of a new profile is then checked against a memory reading. A
         failure is logged and does not end the load. An encoder has no rows and gets no profile.
@@ -110,7 +115,9 @@ class Profiler:
             return
         key = build_key(loaded_model.descriptor.fingerprint, self._hardware)
         stored = self._profiles.read(key)
-        if stored is not None and stored.kv == loaded_model.kv and not self._can_measure_more(stored):
+        if stored is not None and stored.kv != loaded_model.kv:
+            stored = None
+        if stored is not None and not self._should_measure_again(stored, alone=alone):
             self._apply_profile(loaded_model, stored)
             log.info("profile", model=loaded_model.name, source="kept", residual=show_size(stored.residual))
             if stored.failed:
@@ -125,13 +132,19 @@ class Profiler:
         except Exception as error:
             raise_if_device_lost(error)
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
+        if stored is not None and loaded_model.stats.profile is None:
+            self._apply_profile(loaded_model, stored)
 
-    def _can_measure_more(self, stored: MemoryProfile) -> bool:
-        """Return whether the gate now admits twice the forward at which it ended a measurement.
+    def _should_measure_again(self, stored: MemoryProfile, *, alone: bool) -> bool:
+        """Return whether a stored profile is measured again.
 
-        A measurement with less room would perhaps end at the same forward, at each load again.
+        It is if the gate now admits twice the forward at which it ended that measurement. It also is if the longest row
+        failed, and this process has not checked it. A measurement with less room would perhaps end at the same forward,
+        at each load again.
         """
-        return stored.refused_bytes > 0 and self._check(2 * stored.refused_bytes)
+        if stored.refused_bytes:
+            return self._check(2 * stored.refused_bytes)
+        return bool(stored.failed) and alone and stored.key.fingerprint not in self._checked
 
     def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
         """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a
@@ -165,6 +178,7 @@ class Profiler:
         loaded_model, result, profile = probe.loaded_model, None, probe.build_profile(key)
         if probe.chunks and check is not None:
             result = yield from self._search_longest_row(probe, check)
+            self._checked.add(key.fingerprint)
             failed = "" if result.ok else describe_failed_search(loaded_model.name, result)
             profile = msgspec.structs.replace(profile, share=result.share, failed=failed)
         if probe.chunks:

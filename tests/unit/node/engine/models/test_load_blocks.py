@@ -3,7 +3,7 @@ from pathlib import PurePath
 
 import pytest
 
-from node.engine.models.load_blocks import LoadBlocks, is_read_error
+from node.engine.models.load_blocks import LoadBlocks, may_pass
 from node.engine.models.model_descriptor import ModelDescriptor
 from wire.frames import ModelBan
 
@@ -36,17 +36,20 @@ def test_a_model_whose_files_could_not_be_read_is_tried_again():
 
 
 @pytest.mark.parametrize(
-    ("error", "read"),
+    ("error", "passes"),
     [
         (RuntimeError("[read] Unable to read from file."), True),
         (RuntimeError("[load_safetensors] Failed to open file /models/m/model.safetensors"), True),
         (FileNotFoundError(2, "No such file or directory"), True),
+        (RuntimeError("[malloc] Unable to allocate 1048576 bytes."), True),
+        (RuntimeError("[metal::malloc] Resource limit (499000) exceeded."), True),
+        (MemoryError(), True),
         (RuntimeError("[load_safetensors] Invalid json metadata"), False),
         (ValueError("Missing 3 parameters"), False),
     ],
 )
-def test_only_files_that_cannot_be_read_now_are_tried_again(error: Exception, read: bool):
-    assert is_read_error(error) is read
+def test_only_files_and_memory_that_are_missing_now_are_tried_again(error: Exception, passes: bool):
+    assert may_pass(error) is passes
 
 
 def test_a_model_with_unusable_files_has_a_cause():

@@ -43,22 +43,32 @@ def load(driver: Driver, *names: str) -> None:
         assert isinstance(driver.end(number), Finished)
 
 
-def test_a_model_whose_file_was_unreadable_once_is_loaded_by_a_later_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[read] Unable to read from file."),
+        RuntimeError("[malloc] Unable to allocate 1048576 bytes."),
+        RuntimeError("[metal::malloc] Resource limit (499000) exceeded."),
+        MemoryError("no memory"),
+    ],
+    ids=str,
+)
+def test_a_model_that_could_not_be_read_or_allocated_once_is_loaded_by_a_later_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ):
     driver = two(tmp_path)
 
-    def unreadable(*_: object) -> None:
-        raise RuntimeError("[read] Unable to read from file.")
+    def fail(*_: object) -> None:
+        raise error
 
-    monkeypatch.setattr("node.engine.models.loaded_model.evaluate", unreadable)
+    monkeypatch.setattr("node.engine.models.loaded_model.evaluate", fail)
     first = driver.end(driver.ask("Hello!", model="one"))
     monkeypatch.undo()
     again = driver.end(driver.ask("Hello!", model="one"))
     assert isinstance(first, Refusal)
     assert isinstance(again, Refusal)
-    assert first.refused.message.endswith("[read] Unable to read from file.")
-    assert again.refused.message.endswith("[read] Unable to read from file.; the next try is in 60 s")
+    assert first.refused.message.endswith(str(error))
+    assert again.refused.message.endswith(f"{error}; the next try is in 60 s")
     now = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: now() + READ_RETRY_SECONDS)
     assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one")), Finished)

@@ -21,7 +21,7 @@ from wire.capacity.arithmetic import (
     estimate_alone_bytes,
     estimate_prefill_transient,
 )
-from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits
+from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits, UnloadModel
 from wire.refusals import Refused
 from wire.units import GIB, MIB
 
@@ -139,19 +139,42 @@ def test_a_profile_that_the_gate_cut_short_is_measured_again_when_there_is_room(
     assert longer.chunk > short.chunk
 
 
-def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(
+def test_a_stored_profile_is_used_if_nothing_can_be_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
+        failed = resident(loaded(tmp_path)).stats.profile
+    assert failed is not None
+    driver = Driver(models.path("llama"), profile="auto", profiles=tmp_path, prefill_step_size=256, max_batch_size=4)
+    driver.gate.refuses = lambda site, need: site is GateSite.PROBE
+    driver.take(LoadModel(1, driver.default))
+    assert isinstance(driver.end(1), Finished)
+    assert driver.engine.gate.checks[GateSite.PROBE] >= 1
+    assert resident(driver).stats.profile == failed
+    assert resident(driver).estimator.highest == failed.highest
+
+
+def test_a_longest_row_that_never_fits_is_measured_once_in_each_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
-    first = loaded(tmp_path)
-    assert first.engine.gate.checks[GateSite.PROBE] > 3
-    failed = resident(first).stats.profile
-    assert failed is not None
-    assert "the profile of" in failed.failed
+    with monkeypatch.context() as patch:
+        patch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
+        first = loaded(tmp_path)
+        checks = first.engine.gate.checks[GateSite.PROBE]
+        assert checks > 3
+        failed = resident(first).stats.profile
+        assert failed is not None
+        assert "the profile of" in failed.failed
+        first.take(UnloadModel(1, first.default))
+        assert isinstance(first.end(1), Finished)
+        first.take(LoadModel(2, first.default))
+        assert isinstance(first.end(2), Finished)
+        assert first.engine.gate.checks[GateSite.PROBE] == checks, "the outcome is known"
+        assert resident(first).stats.profile == failed
+        assert first.engine.report(time.monotonic()).models[0].max_context > 0
     again = loaded(tmp_path)
-    assert again.engine.gate.checks[GateSite.PROBE] == 0, "the outcome is known"
-    assert resident(again).stats.profile == failed
-    assert again.engine.report(time.monotonic()).models[0].max_context > 0
+    profile = resident(again).stats.profile
+    assert profile is not None
+    assert (profile.failed, profile.share) == ("", 1.0), "other settings are measured again"
 
 
 def test_switched_off_nothing_is_measured(tmp_path: Path):
