@@ -4,3 +4,7 @@ from typing import Any
 
 class PreTrainedTokenizerFast:
     backend_tokenizer: Any
+
+class PreTrainedConfig:
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any]) -> PreTrainedConfig: ...

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Final
 
+from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import MODEL_REMAPPING, load_config
+from transformers import PreTrainedConfig
 
 from node.engine.text.tokenizer import Tokenizer
 from node.engine.text.tokenizer_errors import TokenizerError, format_error
@@ -35,7 +37,13 @@ def load(folder: Path) -> Tokenizer:
 def _load_wrapper(folder: Path) -> TokenizerWrapper:
     config = load_config(folder) if (folder / "config.json").exists() else {}
     strictly = {"trust_remote_code": False, "local_files_only": True}
-    return load_tokenizer(folder, strictly, config.get("eos_token_id"), read_defaults(config.get("model_type")))
+    ends, defaults = config.get("eos_token_id"), read_defaults(config.get("model_type"))
+    try:
+        return load_tokenizer(folder, strictly, ends, defaults)
+    except StrictDataclassError:
+        # transformers checks all of config.json, of which tokenizers need the type of the model alone.
+        unchecked = PreTrainedConfig.from_dict(config)
+        return load_tokenizer(folder, strictly | {"config": unchecked}, ends, defaults)
 
 
 def read_defaults(kind: object) -> dict[str, object] | None:

@@ -304,6 +304,14 @@ def test_ids_that_end_an_answer_come_from_tokenizer_and_model(tmp_path: Path):
     assert tokenizer_loader.load(written).eos == {0, 1}
 
 
+def test_a_config_that_transformers_refuses_loads_its_tokenizer(tmp_path: Path):
+    """mlx-lm reads a number there, and checkpoints of Llama 4 have one."""
+    written = vocabulary.byte_level(tmp_path / "m", tokens=["<|stop|>"])
+    text = {"model_type": "llama4_text", "attn_temperature_tuning": 4}
+    (written / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text, "eos_token_id": 2}))
+    assert tokenizer_loader.load(written).eos == {0, 2}
+
+
 def test_tools_are_a_feature_where_a_parser_is_known(plain: Tokenizer, tmp_path: Path):
     assert plain.features == ()
     assert with_template(tmp_path, "<tool_call>{{ tool_call.name }}").features == ("tools",)
