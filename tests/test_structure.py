@@ -27,7 +27,7 @@ FOREIGN_WRITES: dict[str, int] = {
     "host/log_setup.py": 1,
     "node/agent/enrollment.py": 3,
     "node/agent/identity.py": 4,
-    "node/engine/kv/kv_cache.py": 18,
+    "node/engine/kv/kv_cache.py": 19,
     "node/engine/scheduling/decode_batch.py": 13,
     "node/memory/darwin.py": 8,
     "node/video/worker/worker.py": 3,

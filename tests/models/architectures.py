@@ -117,6 +117,28 @@ def _qwen3_next(shape: Shape) -> Config:
     }
 
 
+def _llama4(shape: Shape) -> Config:
+    """Return a config of three layers whose caches drop tokens before a window of 64, then a growing one, as mlx-lm's
+    mask requires. Such caches cannot be batched."""
+    text = {
+        **_common(shape),
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "attention_chunk_size": 64,
+        "hidden_act": "silu",
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": shape.inner // 4,
+        "intermediate_size_mlp": shape.inner,
+        "num_experts_per_tok": 1,
+        "num_local_experts": 2,
+        "rope_scaling": None,
+        "use_qk_norm": True,
+        "attn_temperature_tuning": True,
+    }
+    return {"architectures": ["Llama4ForCausalLM"], "text_config": text, "max_position_embeddings": CONTEXT}
+
+
 _FAMILIES = {
     "llama": _llama,
     "qwen3": _qwen3,
@@ -124,6 +146,7 @@ _FAMILIES = {
     "gemma3_text": _gemma3_text,
     "lfm2": _lfm2,
     "qwen3_next": _qwen3_next,
+    "llama4": _llama4,
 }
 ARCHITECTURES = tuple(_FAMILIES)
 

@@ -86,16 +86,18 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
 def _silence(tokenizer: Tokenizer, weights: dict[str, mx.array]) -> None:
     """Set the embeddings of tokens that are no text of their own to 0, in place.
 
-    The embeddings are also the weights of the logits: a random model then generates no such token in a greedy answer. A
-    server would hold back the text of an answer that repeats one byte of a letter.
+    The embeddings, or those of a separate output layer, are also the weights of the logits. A random model then
+    generates no such token in a greedy answer. A server would hold back the text of an answer that repeats one byte of
+    a letter.
     """
     mute = [
         number
         for number in range(tokenizer.get_vocab_size())
         if (text := tokenizer.decode([number])) in ("", *MARKERS) or "\ufffd" in text
     ]
-    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
-    weights[name][mx.array(mute)] = 0
+    for name in weights:
+        if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+            weights[name][mx.array(mute)] = 0
 
 
 def _teach(folder: Path, model: Any, plan: Plan) -> None:

@@ -104,12 +104,15 @@ def _build_group(lengths: list[int]) -> BatchGroup:
 class CommitmentLedger:
     """Ledger of the commitments of all rows of one model, in padded groups.
 
-    `kv` has the parameters of the KV memory of a row. Except for `is_committed` and `extend`, methods that take a `row`
-    require a commitment that is in force, and otherwise raise `StopIteration`.
+    `kv` has the parameters of the KV memory of a row. With `alone`, each row is a group of its own.
+
+    Except for `is_committed` and `extend`, methods that take a `row` require a commitment that is in force, and
+    otherwise raise `StopIteration`.
     """
 
-    def __init__(self, kv: KvParameters) -> None:
-        self.kv = kv
+    def __init__(self, kv: KvParameters, *, alone: bool = False) -> None:
+        self.kv = replace(kv, waste=0) if alone else kv
+        self.alone = alone
         self._batches: list[_PaddedGroup] = []
         self._last_number = 0
 
@@ -144,23 +147,32 @@ class CommitmentLedger:
 
         Nothing is committed.
         """
+        if self.alone:
+            return rows * compute_row_bytes(self.kv, length)
         return compute_join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * compute_row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Create commitments of `length` tokens for `rows` equal rows, and return them.
 
         The first row joins the batch where it adds the fewest bytes. The other rows, and the first if no batch suits,
-        form a batch without padding.
+        form a batch without padding. Rows that decode alone form a batch each.
         """
         made = [Commitment(length) for _ in range(rows)]
+        if self.alone:
+            for row in made:
+                self._add_batch([row])
+            return made
         best = self._find_best_batch(length)
         if best is not None:
             best.rows.append(made[0])
         alone = made if best is None else made[1:]
         if alone:
-            self._last_number += 1
-            self._batches.append(_PaddedGroup(self._last_number, alone.copy()))
+            self._add_batch(alone.copy())
         return made
+
+    def _add_batch(self, rows: list[Commitment]) -> None:
+        self._last_number += 1
+        self._batches.append(_PaddedGroup(self._last_number, rows))
 
     def get_batch_number(self, row: Commitment) -> int:
         """Return the number of the decode batch to which a row is assigned. Numbers are never reused."""
@@ -188,8 +200,9 @@ class CommitmentLedger:
         row.extend(more)
 
     def set_waste(self, waste: int) -> None:
-        """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`)."""
-        self.kv = replace(self.kv, waste=waste)
+        """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`); 0 for rows that decode
+        alone."""
+        self.kv = replace(self.kv, waste=0 if self.alone else waste)
 
     def release(self, row: Commitment) -> None:
         """Remove the commitment of a row. Its committed and stored bytes are no longer counted."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx import utils as mlx_utils
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from wire.report import CACHE_STEP_TOKENS, KvParameters
 
@@ -173,6 +173,16 @@ def _iterate_leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield from _iterate_leaves(inner)
 
 
+def can_merge(layers: Iterable[LayerCache]) -> bool:
+    """Return whether caches of several rows can be merged into a batch. Raise `UncountableCacheError` for a kind of
+    cache that cannot be merged and whose bytes for a number of tokens are unknown."""
+    kinds: list[type] = [type(layer) for layer in layers if not hasattr(layer, "merge")]
+    for kind in kinds:
+        if kind is not ChunkedKVCache:
+            raise UncountableCacheError(f"the memory of its {kind.__name__} is unknown: choose another model")
+    return not kinds
+
+
 def is_plain(layers: Iterable[LayerCache]) -> bool:
     """Return whether right padding of a row has no effect in these caches: all layers hold keys and values by position
     only."""
@@ -206,6 +216,10 @@ def _create_plain(keys: mx.array, values: mx.array) -> LayerCache:
     layer = cast("Any", KVCache)()
     layer.keys, layer.values, layer.offset = keys, values, keys.shape[2]
     return layer
+
+
+class UncountableCacheError(Exception):
+    """Raised by `can_merge` for a kind of cache whose memory cannot be committed."""
 
 
 class CacheTrimMode(Enum):
@@ -264,9 +278,10 @@ def copy_state_views(layers: Iterable[LayerCache]) -> None:
 def _shrink(layer: Any) -> None:
     if type(layer) is not ArraysCache and layer.keys is not None:
         window: int = getattr(layer, "max_size", 0)
+        end: int = layer.offset - getattr(layer, "start_position", 0)
         for name in ("keys", "values"):
             array: mx.array = getattr(layer, name)
-            array = layer._temporal_order(array)[..., -window:, :] if window else array[..., : layer.offset, :]
+            array = layer._temporal_order(array)[..., -window:, :] if window else array[..., :end, :]
             setattr(layer, name, mx.contiguous(array))
         if window:
             layer._idx = layer.keys.shape[2]
@@ -309,6 +324,21 @@ def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
         evaluate(both.state)
         merged.append(both)
     return merged
+
+
+def copy_single_row(cache: Layers) -> list[LayerCache]:
+    """Return copies of one row's caches for a row that decodes alone, made layer by layer, without unused room.
+
+    Remove each layer from `cache` before its copy, as `merge_copies` does. Plain caches then grow by fixed steps again
+    (`grow_caches`).
+    """
+    separate: list[LayerCache] = []
+    while cache:
+        (layer,) = materialize([cache.pop(0)])
+        for leaf in _iterate_growing([layer]):
+            leaf.step = CACHE_STEP_TOKENS
+        separate.append(layer)
+    return separate
 
 
 def align_rows(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:

@@ -25,6 +25,7 @@ from node.engine.kv.commitments import CommitmentLedger
 from node.engine.kv.kv_cache import (
     Layers,
     TextModel,
+    can_merge,
     copy_state_views,
     create_cache,
     evaluate,
@@ -50,10 +51,10 @@ never split: a piece may be larger."""
 WARMUP_TOKENS = 32
 """Tokens of the prompt of a warm-up, or of the text for an encoder."""
 TOGETHER_TOKENS = (11, 4)
-"""Lengths of the prompts of two rows that are decoded together once, for a class of models (`check_batching`)."""
-WRONG_TOGETHER = frozenset({"afm7"})
-"""Values of `model_type` that `check_architecture` refuses. In a batch of rows with different lengths, mlx-lm 0.32.2
-gives them wrong positions, without an error."""
+"""Lengths of the prompts of two rows that are decoded together once, for a class of models (`can_batch`)."""
+WRONG_TOGETHER = frozenset({"afm7", "phi3small"})
+"""Values of `model_type` whose rows decode alone. In a batch, mlx-lm 0.32.2 gives rows of different lengths wrong
+positions (afm7) or one mask (phi3small), for some numbers of rows without an error."""
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
@@ -110,10 +111,6 @@ class LoadedModel:
         return compute_last_chunk_tokens(self.estimator.transient)
 
 
-class UnbatchableModelError(Exception):
-    """Error of `load`: rows of this architecture cannot decode together."""
-
-
 def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
     """Run and evaluate one prefill forward over the token ids `ids`, which writes into `cache`. With `last`, return the
     logits (1, vocabulary) after the last token; else None."""
@@ -132,14 +129,15 @@ def load(
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`, and `OSError` or `RuntimeError` of a failed
-    read. Raise `UnbatchableModelError` if its rows cannot decode together. Closing the generator releases the loaded
+    read. Raise `UncountableCacheError` for caches whose memory is unknown. Closing the generator releases the loaded
     pieces.
     """
     folder = Path(descriptor.folder)
     layout = descriptor.layout
     model, config = _open_model(folder, layout)
+    alone = False
     if layout is None or layout.answers is not None:
-        check_architecture(model, config.get("model_type"))
+        alone = not can_merge(create_cache(model)) or config.get("model_type") in WRONG_TOGETHER
     head = None if layout is None else load_head(folder, layout, model)
     arrays = [*_list_arrays(model), *([] if head is None else head.arrays)]
     left = weights = sum(array.nbytes for array in arrays)
@@ -155,14 +153,14 @@ def load(
         + 2 * compute_row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
     )
     on_weighed(weights)
-    warmth = _warm_up_encoder(head) if head is not None and head.runs_whole_texts else _warm_up(model)
+    warmth = _warm_up_encoder(head) if head is not None and head.runs_whole_texts else _warm_up(model, alone=alone)
     yield LoadedModel(
         descriptor=descriptor,
         model=model,
         weights=weights,
         vocabulary=warmth.vocabulary,
         defaults=_read_defaults(folder, config),
-        ledger=CommitmentLedger(warmth.kv),
+        ledger=CommitmentLedger(warmth.kv, alone=warmth.alone),
         estimator=TransientEstimator(replace(descriptor.forward, logits=warmth.logit_bytes)),
         plain=warmth.plain,
         stats=create_warmed_stats(warmth.prefill_speed, warmth.step_seconds),
@@ -230,6 +228,8 @@ class WarmupResult:
     """Whether prompts may be padded (`kv_cache.is_plain`)."""
     logit_bytes: float = 0.0
     """Bytes of the logits of a token; 0 if no forward computes logits."""
+    alone: bool = False
+    """Whether each row decodes alone, because mlx-lm cannot decode several rows of this architecture together."""
 
 
 def _open_model(folder: Path, layout: EmbeddingLayout | None) -> tuple[TextModel, dict[str, Any]]:
@@ -255,21 +255,23 @@ def _warm_up_encoder(head: EmbeddingHead) -> WarmupResult:
     return WarmupResult(KvParameters(0), vocabulary, WARMUP_TOKENS / seconds, seconds)
 
 
-def _warm_up(model: TextModel) -> WarmupResult:
-    """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured."""
-    _try_out(model)
-    warmth = _try_out(model)
-    check_batching(model)
-    return warmth
+def _warm_up(model: TextModel, *, alone: bool) -> WarmupResult:
+    """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured.
+
+    Then find out whether rows can decode together, unless `alone` states that they cannot.
+    """
+    alone = alone or not can_batch(model)
+    _try_out(model, alone=alone)
+    return _try_out(model, alone=alone)
 
 
-def _try_out(model: TextModel) -> WarmupResult:
+def _try_out(model: TextModel, *, alone: bool) -> WarmupResult:
     ids = [0] * WARMUP_TOKENS
     begun = time.monotonic()
     cache, logits = _prefill(model, ids)
     speed = WARMUP_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = measure_kv_parameters(cache)
-    batch: DecodeBatch[int] = DecodeBatch(model)
+    batch: DecodeBatch[int] = DecodeBatch(model, alone=alone)
     batch.join([JoiningRow(0, RowSampler(choose_greedily, ()))], ids, cache, logits)
     batch.step()
     batch.wait()
@@ -277,46 +279,40 @@ def _try_out(model: TextModel) -> WarmupResult:
     (token,) = batch.step()
     batch.wait()
     vocabulary = token.logprobs.shape[-1]
-    seconds, plain = time.monotonic() - joined, is_plain(create_cache(model))
-    return WarmupResult(kv, vocabulary, speed, seconds, plain, 4.0 * vocabulary)
+    seconds, plain = time.monotonic() - joined, not alone and is_plain(create_cache(model))
+    return WarmupResult(
+        kv=kv,
+        vocabulary=vocabulary,
+        prefill_speed=speed,
+        step_seconds=seconds,
+        plain=plain,
+        logit_bytes=4.0 * vocabulary,
+        alone=alone,
+    )
 
 
-def check_architecture(model: TextModel, model_type: object) -> None:
-    """Check, without reading weights, that rows of a model can be put together. Raise `UnbatchableModelError` if not.
+_batched = dict[type, bool]()
+"""Results of `can_batch` in this process, by class of models."""
 
-    `model_type` is the value in its config.
+
+def can_batch(model: TextModel) -> bool:
+    """Return whether two rows of different lengths can decode together. Each class of models is tried once.
+
+    They cannot if the model raises `ValueError` or `TypeError`, as gpt_bigcode does in mlx-lm 0.32.2.
     """
-    if model_type in WRONG_TOGETHER:
-        raise UnbatchableModelError(f"mlx-lm decodes several rows of {model_type} wrongly: choose another model")
-    for layer in create_cache(model):
-        if not hasattr(layer, "merge"):
-            kind = type(layer).__name__
-            raise UnbatchableModelError(f"mlx-lm cannot put rows with a {kind} together: choose another model")
-
-
-_checked = set[type]()
-"""Classes of models that have passed `check_batching` in this process."""
-
-
-def check_batching(model: TextModel) -> None:
-    """Decode two rows of different lengths together, unless a model of this class has passed before.
-
-    Raise `UnbatchableModelError` if the model raises `ValueError` or `TypeError`, as gpt_bigcode and phi3small do in
-    mlx-lm 0.32.2.
-    """
-    if type(model) in _checked:
-        return
-    batch: DecodeBatch[int] = DecodeBatch(model)
-    try:
-        for row, tokens in enumerate(TOGETHER_TOKENS):
-            ids = [0] * tokens
-            batch.join([JoiningRow(row, RowSampler(choose_greedily, ()))], ids, *_prefill(model, ids))
-        batch.step()
-        batch.wait()
-    except (ValueError, TypeError) as error:
-        text = f"mlx-lm cannot decode several rows of it ({error}): choose another model"
-        raise UnbatchableModelError(text) from None
-    _checked.add(type(model))
+    kind = type(model)
+    if kind not in _batched:
+        batch: DecodeBatch[int] = DecodeBatch(model)
+        try:
+            for row, tokens in enumerate(TOGETHER_TOKENS):
+                ids = [0] * tokens
+                batch.join([JoiningRow(row, RowSampler(choose_greedily, ()))], ids, *_prefill(model, ids))
+            batch.step()
+            batch.wait()
+            _batched[kind] = True
+        except (ValueError, TypeError):
+            _batched[kind] = False
+    return _batched[kind]
 
 
 def _prefill(model: TextModel, ids: list[int]) -> tuple[Layers, mx.array]:

@@ -232,10 +232,11 @@ class MemoryProbe:
         return passes
 
     def _measure_decode(self) -> Iterator[None]:
-        """Decode a few steps in batches of more and more rows."""
+        """Decode a few steps in batches of more and more rows, or of one row if rows decode alone."""
+        most_rows = 1 if self.loaded_model.ledger.alone else self.batch
         longest = max(1, self.loaded_model.descriptor.context - STEPS_PER_SIZE - 1)
         for tokens in self._bound_sizes((min(64, longest), min(DECODE_TOKENS, longest))):
-            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= self.batch]:
+            for rows in [rows for rows in (*ROWS, *(MORE_ROWS if self.full else ())) if rows <= most_rows]:
                 if not self._measure_steps(rows, tokens):
                     break
                 self.rows = max(self.rows, rows)
@@ -258,7 +259,7 @@ class MemoryProbe:
         run_forward(loaded_model.model, ids[:-1], cache, last=False)
         logits = run_forward(loaded_model.model, ids[-1:], cache, last=True)
         assert logits is not None  # noqa: S101 the last logits were requested
-        batch: DecodeBatch[int] = DecodeBatch(loaded_model.model)
+        batch: DecodeBatch[int] = DecodeBatch(loaded_model.model, alone=loaded_model.ledger.alone)
         layers, extent = len(cache), measure_extent(cache).size
         clear_buffers()
         self.peak_meter.mark()

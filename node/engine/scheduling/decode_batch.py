@@ -32,6 +32,7 @@ from node.engine.kv.kv_cache import (
     Layers,
     TextModel,
     align_rows,
+    copy_single_row,
     evaluate,
     launch_evaluation,
     materialize,
@@ -128,9 +129,12 @@ class DecodeBatch(Generic[K]):
 
     A call of `step` launches the next step and returns the tokens of the step that the previous call launched. The
     duration of a step is the duration of the call that launched it, plus the duration of `wait`, if that was called.
+
+    With `alone`, the batch has at most one row, which is not padded and keeps caches of a single row.
     """
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextModel, *, alone: bool = False) -> None:
+        self._alone = alone
         self._called: float | None = None
         self._model = cast("Any", partial(_compute_logits, model))
         self._batch: GenerationBatch | None = None
@@ -151,9 +155,12 @@ class DecodeBatch(Generic[K]):
         """Add rows that have the same tokens so far, and return each row's next token. No step returns these again.
 
         `ids` are the token ids so far. `cache` holds all of them and is consumed. `logits` (1, vocabulary) are the
-        logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded.
+        logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded. Raise
+        `ValueError` for a second row of a batch with `alone`.
         """
-        past, layers = list(ids), merge_copies(cache, len(joining))
+        if self._alone and len(self._rows) + len(joining) > 1:
+            raise ValueError("a row that decodes alone takes no other row into its batch")
+        past, layers = list(ids), copy_single_row(cache) if self._alone else merge_copies(cache, len(joining))
         logits = logits.astype(mx.float32)
         drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
@@ -332,7 +339,8 @@ class DecodeBatch(Generic[K]):
         """Return an evaluated copy of a row's cache without padding. The copy holds the tokens of `get_ids(row)`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
-        return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
+        layers: Layers = self._batch.prompt_cache
+        return materialize(layers if self._alone else (layer.extract(place) for layer in layers))
 
     def view(self, row: K) -> Layers | None:
         """Return a view of a row's cache without padding. Return None if the row is not in the batch, or if a layer is

@@ -94,8 +94,9 @@ class RowJoin:
 
     def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
         loaded_model, sequence = prefill.loaded_model, prefill.sequence
-        number = loaded_model.ledger.get_batch_number(rows[0].commitment)
-        batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
+        ledger = loaded_model.ledger
+        number = ledger.get_batch_number(rows[0].commitment)
+        batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model, alone=ledger.alone)
         self._batches.put(loaded_model, number, batch)
         joining = [JoiningRow(row, create_row_sampler(sequence, row)) for row in rows]
         try:

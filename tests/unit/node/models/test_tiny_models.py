@@ -14,13 +14,14 @@ from tests.models.architectures import ARCHITECTURES, config
 from tests.models.conversations import ENTRIES, topics
 
 pytestmark = pytest.mark.slow
-RANDOM = ("qwen3_moe", "gemma3_text", "qwen3_next")
+RANDOM = ("qwen3_moe", "gemma3_text", "qwen3_next", "llama4")
 CACHES = {
     "qwen3": {"KVCache"},
     "qwen3_moe": {"KVCache"},
     "gemma3_text": {"RotatingKVCache", "KVCache"},
     "lfm2": {"ArraysCache", "KVCache"},
     "qwen3_next": {"ArraysCache", "KVCache"},
+    "llama4": {"ChunkedKVCache", "KVCache"},
 }
 """The cache types for which each family is in the tests."""
 TinyModel = Callable[..., Path]

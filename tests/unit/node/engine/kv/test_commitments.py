@@ -21,6 +21,21 @@ def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
     assert ledger.list_groups() == (BatchGroup(3, 18, 51), BatchGroup(1, 60_000, 60_000))
 
 
+def test_rows_that_decode_alone_are_not_padded():
+    ledger = CommitmentLedger(KvParameters(KV, waste=2**30), alone=True)
+    assert ledger.compute_cost(100, 3) == 300 * KV
+    first, *_ = ledger.commit(100, 3)
+    assert ledger.compute_cost(17, 1) == 17 * KV
+    (row,) = ledger.commit(17, 1)
+    assert ledger.list_groups() == (BatchGroup(1, 100, 100),) * 3 + (BatchGroup(1, 17, 17),)
+    assert ledger.compute_committed_bytes() == 317 * KV
+    assert ledger.compute_extension_bytes(row, 10) == 10 * KV
+    ledger.set_waste(2**30)
+    assert ledger.kv.waste == 0
+    ledger.release(first)
+    assert [group.rows for group in ledger.list_groups()] == [1, 1, 1]
+
+
 def test_writing_moves_bytes_and_never_makes_any():
     ledger = CommitmentLedger(KvParameters(KV))
     row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]

