@@ -217,13 +217,15 @@ def _count_cached_numbers(text: Config) -> int:
         return _to_count(text.get("num_attention_heads")) * (nope + rope + (value or nope))
     heads = _to_count(text.get("num_global_key_value_heads")) if text.get("attention_k_eq_v") is True else 0
     index = _to_count(_read_part(text.get("sparse_attention_config")).get("sparse_index_dim"))
-    return 2 * (heads or _get_kv_heads(text)) * (_to_count(text.get("global_head_dim")) or _get_head_size(text)) + index
+    size = _to_count(text.get("global_head_dim")) or _get_head_size(text)
+    return (heads or _get_kv_heads(text)) * (size + (value or size)) + index
 
 
 def _count_windowed_numbers(text: Config) -> int:
     """Return the numbers that one layer with a sliding window caches of a token."""
     heads = _find_count(text, ("num_swa_key_value_heads", "swa_num_key_value_heads")) or _get_kv_heads(text)
-    return 2 * heads * (_to_count(text.get("swa_head_dim")) or _get_head_size(text))
+    size = _to_count(text.get("swa_head_dim")) or _get_head_size(text)
+    return heads * (size + (_to_count(text.get("swa_v_head_dim")) or size))
 
 
 def _get_kv_heads(text: Config) -> int:

@@ -126,6 +126,47 @@ def check_foreseen(config: dict[str, Any]) -> None:
     assert measure_kv_parameters(written(model, 20)) == predict_kv(config, 2)
 
 
+def test_values_shorter_than_keys_are_foreseen_as_they_are_kept():
+    check_foreseen(
+        {
+            "model_type": "mimo_v2_flash",
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 3,
+            "hybrid_layer_pattern": [0, 1, 1],
+            "sliding_window_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "v_head_dim": 16,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 4,
+            "swa_head_dim": 20,
+            "swa_v_head_dim": 8,
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "moe_layer_freq": [0, 0, 1],
+            "n_shared_experts": None,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "routed_scaling_factor": None,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "max_position_embeddings": 2048,
+            "layernorm_epsilon": 1e-5,
+            "rope_theta": 1000.0,
+            "swa_rope_theta": 1000.0,
+            "partial_rotary_factor": 0.5,
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+
 MAMBA: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
