@@ -18,6 +18,9 @@ from node.engine.text.tokenizer_errors import TokenizerError, format_error
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
 """Names of tokenizer files in model folders."""
 
+_TOKENIZER_FIELDS: Final = ("model_type", "tokenizer_class")
+"""Fields of `config.json` by which transformers chooses the class of a tokenizer."""
+
 
 def load(folder: Path) -> Tokenizer:
     """Load the tokenizer of a model's folder, from that folder alone, without running its code. Raise `TokenizerError`
@@ -41,8 +44,8 @@ def _load_wrapper(folder: Path) -> TokenizerWrapper:
     try:
         return load_tokenizer(folder, strictly, ends, defaults)
     except StrictDataclassError:
-        # transformers checks all of config.json, of which tokenizers need the type of the model alone.
-        unchecked = PreTrainedConfig.from_dict(config)
+        # transformers checks all of config.json, of which tokenizers need these fields alone.
+        unchecked = PreTrainedConfig.from_dict({name: config[name] for name in _TOKENIZER_FIELDS if name in config})
         return load_tokenizer(folder, strictly | {"config": unchecked}, ends, defaults)
 
 

@@ -304,11 +304,22 @@ def test_ids_that_end_an_answer_come_from_tokenizer_and_model(tmp_path: Path):
     assert tokenizer_loader.load(written).eos == {0, 1}
 
 
-def test_a_config_that_transformers_refuses_loads_its_tokenizer(tmp_path: Path):
-    """mlx-lm reads a number there, and checkpoints of Llama 4 have one."""
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama4", "text_config": {"model_type": "llama4_text", "attn_temperature_tuning": 4}},
+        {
+            "model_type": "deepseek_v2",
+            "hidden_size": 4.5,
+            "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
+        },
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_config_that_transformers_refuses_loads_its_tokenizer(tmp_path: Path, config: dict[str, object]):
+    """mlx-lm reads a number for the first field, and checkpoints of Llama 4 have one."""
     written = vocabulary.byte_level(tmp_path / "m", tokens=["<|stop|>"])
-    text = {"model_type": "llama4_text", "attn_temperature_tuning": 4}
-    (written / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text, "eos_token_id": 2}))
+    (written / "config.json").write_text(json.dumps({**config, "eos_token_id": 2}))
     assert tokenizer_loader.load(written).eos == {0, 2}
 
 
