@@ -20,6 +20,9 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
 
 _TOKENIZER_FIELDS: Final = ("model_type", "tokenizer_class")
 """Fields of `config.json` by which transformers chooses the class of a tokenizer."""
+_CONFIG_ERRORS: Final = (StrictDataclassError, AttributeError, KeyError, TypeError)
+"""Errors that classes of configs in transformers raise for values that they do not expect. transformers itself handles
+`ValueError` and `OSError`."""
 
 
 def load(folder: Path) -> Tokenizer:
@@ -43,8 +46,8 @@ def _load_wrapper(folder: Path) -> TokenizerWrapper:
     ends, defaults = config.get("eos_token_id"), read_defaults(config.get("model_type"))
     try:
         return load_tokenizer(folder, strictly, ends, defaults)
-    except StrictDataclassError:
-        # transformers checks all of config.json, of which tokenizers need these fields alone.
+    except _CONFIG_ERRORS:
+        # transformers computes with all of config.json, of which tokenizers need these fields alone.
         unchecked = PreTrainedConfig.from_dict({name: config[name] for name in _TOKENIZER_FIELDS if name in config})
         return load_tokenizer(folder, strictly | {"config": unchecked}, ends, defaults)
 

@@ -313,6 +313,7 @@ def test_ids_that_end_an_answer_come_from_tokenizer_and_model(tmp_path: Path):
             "hidden_size": 4.5,
             "rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096},
         },
+        {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 64, "sliding_window_pattern": "LLLG"},
     ],
     ids=lambda config: config["model_type"],
 )
