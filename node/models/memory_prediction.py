@@ -34,6 +34,7 @@ _GEMMA_3 = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
 _DEFAULTS: dict[str, Config] = {
     "gemma3": {**_GEMMA_3},
     "gemma3_text": {**_GEMMA_3},
+    "gemma4_text": {"global_head_dim": 512},
     "gpt_oss": {"sliding_window_pattern": 2},
     "olmo3": {"sliding_window_pattern": 4},
     "olmo_hybrid": {"full_attention_interval": 4},

@@ -297,6 +297,16 @@ INNER = {"no_op": False, "replace_with_linear": False, "ffn_mult": 1.0}
             },
         ),
         (
+            "gemma4_text",
+            {
+                "head_dim": 256,
+                "num_kv_shared_layers": 0,
+                "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+                "vocab_size_per_layer_input": 64,
+                "hidden_size_per_layer_input": 8,
+            },
+        ),
+        (
             "falcon_h1",
             {
                 "head_dim": 16,
