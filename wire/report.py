@@ -122,7 +122,7 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
     longest: Tokens = 0
     """Tokens of the longest row of the batch."""
     tokens: Natural = 0
-    """Tokens of all rows of the batch, without padding."""
+    """Tokens of all rows of the batch, without padding; 0 if no other row may join the batch."""
 
 
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):

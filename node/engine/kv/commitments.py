@@ -124,8 +124,10 @@ class CommitmentLedger:
         return any(row in batch.rows for batch in self._batches)
 
     def list_groups(self) -> tuple[BatchGroup, ...]:
-        """Return the rows, the longest committed row and the committed tokens of every group, for the report."""
-        return tuple(batch.to_batch_group() for batch in self._batches)
+        """Return the rows, the longest committed row and the committed tokens of every group, for the report. Groups of
+        rows that decode alone have 0 tokens: no other row may then join them (`can_join`)."""
+        groups = tuple(batch.to_batch_group() for batch in self._batches)
+        return tuple(replace(group, tokens=0) for group in groups) if self.alone else groups
 
     def compute_stored_bytes(self) -> int:
         """Return the bytes that the caches of all rows take, with padding and with the unused room of growing
@@ -147,8 +149,6 @@ class CommitmentLedger:
 
         Nothing is committed.
         """
-        if self.alone:
-            return rows * compute_row_bytes(self.kv, length)
         return compute_join_bytes(self.list_groups(), length, self.kv) + (rows - 1) * compute_row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:

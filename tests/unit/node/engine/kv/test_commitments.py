@@ -27,7 +27,7 @@ def test_rows_that_decode_alone_are_not_padded():
     first, *_ = ledger.commit(100, 3)
     assert ledger.compute_cost(17, 1) == 17 * KV
     (row,) = ledger.commit(17, 1)
-    assert ledger.list_groups() == (BatchGroup(1, 100, 100),) * 3 + (BatchGroup(1, 17, 17),)
+    assert ledger.list_groups() == (BatchGroup(1, 100, 0),) * 3 + (BatchGroup(1, 17, 0),)
     assert ledger.compute_committed_bytes() == 317 * KV
     assert ledger.compute_extension_bytes(row, 10) == 10 * KV
     ledger.set_waste(2**30)

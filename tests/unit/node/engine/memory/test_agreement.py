@@ -50,10 +50,15 @@ def tokens_of(driver: Driver, content: str) -> int:
     return len(prepared.ids)
 
 
-@pytest.fixture(scope="module")
-def driver() -> Driver:
-    made = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
-    made.answer("Hello!", ONE_TOKEN)
+@pytest.fixture(scope="module", params=["batched", "alone"])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    """Return the engine with a model whose rows decode together, or alone as those of AFM do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "alone":
+            patch.setattr("node.engine.models.loaded_model.WRONG_TOGETHER", frozenset({"llama"}))
+        made = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
+        made.answer("Hello!", ONE_TOKEN)
+    assert made.resident().ledger.alone == (request.param == "alone")
     return made
 
 
