@@ -25,7 +25,7 @@ def test_rows_that_decode_alone_are_not_padded():
     ledger = CommitmentLedger(KvParameters(KV, waste=2**30), alone=True)
     assert ledger.compute_cost(100, 3) == 300 * KV
     first, *_ = ledger.commit(100, 3)
-    assert ledger.compute_cost(17, 1) == 17 * KV
+    assert [ledger.compute_cost(length, 1) for length in (17, 90, 110)] == [17 * KV, 90 * KV, 110 * KV]
     (row,) = ledger.commit(17, 1)
     assert ledger.list_groups() == (BatchGroup(1, 100, 0),) * 3 + (BatchGroup(1, 17, 0),)
     assert ledger.compute_committed_bytes() == 317 * KV
