@@ -22,7 +22,7 @@ _G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 def _compute_headrooms(snapshot: PoolSnapshot) -> Mapping[NodeId, float]:
     return {
         node.id: node.memory.headroom + node.memory.reusable - snapshot.unacknowledged.get(node.id, 0)
-        for node in snapshot.view.nodes
+        for node in snapshot.members
         if node.state in SERVING and node.memory.headroom is not None
     }
 
@@ -39,21 +39,21 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_state",
         _G,
         "The state of a member; always 1.",
-        lambda p: [((node.name, str(node.state)), 1.0) for node in p.view.nodes],
-        (*NODE_LABEL, ("state", "as above")),
+        lambda p: [((node.name, str(node.state)), 1.0) for node in p.members],
+        (*NODE_LABEL, ("state", "as above, without `left`")),
     ),
     MetricFamily(
         "cluster_node_cordoned",
         _G,
         "1 while a member is cordoned by an administrator.",
-        lambda p: [((node.name,), float(node.cordoned)) for node in p.view.nodes],
+        lambda p: [((node.name,), float(node.cordoned)) for node in p.members],
         NODE_LABEL,
     ),
     MetricFamily(
         "cluster_node_paused",
         _G,
         "1 while a member is paused for its owner.",
-        lambda p: [((node.name,), float(node.sharing.paused)) for node in p.view.nodes],
+        lambda p: [((node.name,), float(node.sharing.paused)) for node in p.members],
         NODE_LABEL,
     ),
     MetricFamily(
@@ -61,7 +61,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         _G,
         "End of a member's pause, Unix time.",
         lambda p: [
-            ((node.name,), node.sharing.until) for node in p.view.nodes if node.sharing.paused and node.sharing.until
+            ((node.name,), node.sharing.until) for node in p.members if node.sharing.paused and node.sharing.until
         ],
         NODE_LABEL,
         "while the pause has an end",
@@ -70,7 +70,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_node_report_timestamp_seconds",
         _G,
         "Arrival of a member's newest report, Unix time.",
-        lambda p: [((node.name,), p.wall - (p.now - node.reported_at)) for node in p.view.nodes if node.reported_at],
+        lambda p: [((node.name,), p.wall - (p.now - node.reported_at)) for node in p.members if node.reported_at],
         NODE_LABEL,
         "after the first report",
     ),

@@ -22,7 +22,7 @@ def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Ca
 
     def rows(snapshot: PoolSnapshot) -> list[Row]:
         known = values(snapshot)
-        return [((node.name,), known[node.id]) for node in snapshot.view.nodes if node.id in known]
+        return [((node.name,), known[node.id]) for node in snapshot.members if node.id in known]
 
     return rows
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
 from router.dispatch.counters import Counters
-from router.placement.cluster_view import ClusterView
+from router.placement.cluster_view import ClusterView, NodeView
 from wire.identity import NodeId
+from wire.node_state import NodeState
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +90,9 @@ class PoolSnapshot:
     process: ProcessMetrics
     video: VideoSnapshot
     wishes: WishSnapshot
+
+    @property
+    def members(self) -> tuple[NodeView, ...]:
+        """Views of the nodes that have not left. Their names are unique, because a node that joins may get the name of
+        one that has left."""
+        return tuple(node for node in self.view.nodes if node.state != NodeState.LEFT)

@@ -128,7 +128,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "router_breaker_open",
         _G,
         "1 while the circuit breaker of a node is open after engine faults: it gets no requests.",
-        read_by_node(lambda p: {node.id: float(node.id in p.barred) for node in p.view.nodes}),
+        read_by_node(lambda p: {node.id: float(node.id in p.barred) for node in p.members}),
         NODE_LABEL,
     ),
     create_counter("router_breakers_opened", "Circuit breakers opened.", lambda p: p.opened_breakers),

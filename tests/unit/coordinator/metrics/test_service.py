@@ -340,6 +340,22 @@ async def test_keys_that_open_nothing_are_counted(port: Port):
     assert (await scrape(port))["auth_failures_total"] == before + 2
 
 
+async def test_a_node_that_joins_again_has_one_series_next_to_its_former_membership(port: Port):
+    former = port.member("a")
+    await port.link(former)
+    await port.until(lambda: port.state(former) == "ready")
+    port.application.nodes.administration.remove_node(former.node)
+    again = port.member("a")
+    await port.link(again)
+    await port.until(lambda: port.state(again) == "ready")
+    async with port.client("metrics") as client:
+        lines = [line for line in (await client.get("/metrics")).text.splitlines() if 'node="a"' in line]
+    names = [line.rpartition(" ")[0] for line in lines]
+    assert sorted(set(names)) == sorted(names)
+    assert 'macpool_cluster_node_state{node="a",state="ready"} 1.0' in lines
+    assert (await scrape(port))['cluster_nodes{state="left"}'] == 1
+
+
 async def test_every_condition_has_a_series(port: Port):
     found = {name: value for name, value in (await scrape(port)).items() if name.startswith("condition_active")}
     assert found == {f'condition_active{{condition="{rule.name}"}}': 0 for rule in WATCHED}
