@@ -43,7 +43,12 @@ class ExistingUnit:
     user: str = ""
     """Account under which the unit runs the service; empty if the unit names none."""
     program: tuple[str, ...] = ()
-    """Arguments of the command line. With systemd: the text in the unit, split at whitespace, with its quotes."""
+    """Words of the command line."""
+
+    @property
+    def state(self) -> str:
+        """State folder that the service uses; empty if the command line names none."""
+        return self.program[self.program.index("--state") + 1] if "--state" in self.program[:-1] else ""
 
 
 def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
@@ -73,7 +78,7 @@ def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
     settings = systemd.parse_own_unit(text)
     if settings is None:
         raise ServiceError(6, foreign)
-    return ExistingUnit(text, settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
+    return ExistingUnit(text, settings.get("User", ""), systemd.split_command(settings.get("ExecStart", "")))
 
 
 def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
@@ -105,19 +110,13 @@ def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
             f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
             f"there: run `sudo chown -R {plan.user} {host.logs}`",
         )
-    if unit.text and not _is_for_state_folder(host, unit, plan.state):
+    if unit.text and unit.state != plan.state:
         raise ServiceError(
             6,
             f"{host.unit} serves another state folder than {plan.state}: `cluster service "
             "uninstall` it first; its data stays",
         )
     return unit
-
-
-def _is_for_state_folder(host: ServiceHost, unit: ExistingUnit, state: str) -> bool:
-    if host.mac:
-        return state in unit.program
-    return f" --state {systemd.quote_word(state)} " in f"{' '.join(unit.program)} "
 
 
 @contextmanager

@@ -7,6 +7,8 @@ architecture stay open. An engine that the kernel's OOM killer ends must not sto
 and restarts the engine, hence OOMPolicy=continue.
 """
 
+import shlex
+
 from coordinator.service.plan import (
     MAX_OPEN_FILES,
     MODULE,
@@ -90,6 +92,18 @@ def quote_word(word: str, *, expanded: bool = True) -> str:
     plain = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     plain = plain.replace("$", "$$") if expanded else plain
     return f'"{plain}"' if not word or any(letter in " \t'\";#" for letter in word) else plain
+
+
+def split_command(command: str) -> tuple[str, ...]:
+    """Return the words of a command line of a unit, as `quote_word` got them.
+
+    A command with unbalanced quotes, which this program did not write, is split at whitespace.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        words = command.split()
+    return tuple(word.replace("%%", "%").replace("$$", "$") for word in words)
 
 
 def parse_own_unit(content: str) -> dict[str, str] | None:

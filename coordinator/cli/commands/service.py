@@ -180,7 +180,7 @@ def uninstall(ctx: click.Context, output: str) -> None:
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _convert_errors(), show_spinner("stopping the service"):
-        state = _get_state_folder(read_existing_unit(host, host.unit).program)
+        state = read_existing_unit(host, host.unit).state
         done = take_away(host)
     folders = [folder for folder in (state, str(host.logs) if host.mac else "") if folder]
     if output == "json":
@@ -190,10 +190,6 @@ def uninstall(ctx: click.Context, output: str) -> None:
         click.echo(text)
     for folder in folders if done else []:
         click.echo(f"kept      {folder}")
-
-
-def _get_state_folder(program: tuple[str, ...]) -> str:
-    return program[program.index("--state") + 1] if "--state" in program[:-1] else ""
 
 
 @service.command()
@@ -214,7 +210,7 @@ def status(ctx: click.Context, output: str) -> None:
         "running": now.running,
         "pid": now.pid,
         "user": unit.user,
-        "state": _get_state_folder(unit.program),
+        "state": unit.state,
         "unit": str(host.unit),
         "last_exit": now.last_exit,
     }

@@ -106,6 +106,29 @@ def test_install_distinguishes_state_folders_with_a_common_prefix(tmp_path: Path
         install(host, wanted)
 
 
+@BOTH
+def test_a_service_with_spaces_in_its_paths_is_found_again(tmp_path: Path, platform: str):
+    (tmp_path / "a  b$c%").mkdir()
+    host, wanted = manager(tmp_path, platform), plan(tmp_path / "a  b$c%", python="/opt/o'neil's  own/python")
+    install(host, wanted)
+    assert install(host, wanted)[0] == []
+    told = json.loads(invoke(host, "status", "-o", "json").stdout)
+    assert told["state"] == wanted.state
+    if platform == "darwin":
+        assert setup.read_existing_unit(host, host.unit).program[0] == wanted.python
+    gone = json.loads(invoke(host, "uninstall", "-o", "json").stdout)
+    assert gone["kept"][0] == wanted.state
+
+
+@BOTH
+def test_a_folder_of_models_is_no_state_folder(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    host.unit.parent.mkdir(parents=True)
+    host.unit.write_text(host.render_unit(plan(tmp_path, state="/var/other", arguments=("--models", wanted.state))))
+    with pytest.raises(ServiceError, match="another state folder"):
+        install(host, wanted)
+
+
 def test_a_folder_of_logs_that_the_service_could_not_write_is_refused(tmp_path: Path):
     host, wanted = manager(tmp_path, "darwin"), plan(tmp_path)
     host.logs.mkdir(parents=True)

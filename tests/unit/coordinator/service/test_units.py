@@ -156,6 +156,15 @@ def test_quote_word_keeps_one_argument(word: str):
     assert plain.replace("%%", "").count("%") == 0
 
 
+@given(st.lists(WORDS, min_size=1, max_size=4))
+def test_split_command_returns_the_quoted_words(words: list[str]):
+    assert systemd.split_command(" ".join(map(systemd.quote_word, words))) == tuple(words)
+
+
+def test_split_command_splits_a_changed_command_at_whitespace():
+    assert systemd.split_command('/usr/bin/python -m "x') == ("/usr/bin/python", "-m", '"x')
+
+
 @pytest.mark.parametrize(
     ("code", "listing", "found"),
     [
