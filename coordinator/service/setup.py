@@ -205,15 +205,20 @@ def _restore_unit(host: ServiceHost, before: ExistingUnit) -> None:
 
 
 def _create_folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
-    """Create the folders that launchd writes to before the program starts, owned by the service's user."""
+    """Create the folders that launchd writes to before the program starts, owned by the service's user.
+
+    The folders above them that are missing, such as `~/.local`, also belong to that user. With root as owner, other
+    programs of the user could not write there.
+    """
     uid, gid, _ = find_account(plan.user)
     done: list[str] = []
     for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:
-        if not folder.exists():
-            folder.mkdir(mode=0o700, parents=True)
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        for path in reversed(missing):
+            path.mkdir(mode=0o700)
             if os.geteuid() == 0:
-                os.chown(folder, uid, gid)
-            done.append(f"created {folder}")
+                os.chown(path, uid, gid, follow_symlinks=False)
+        done += [f"created {folder}"] if missing else []
     return done
 
 

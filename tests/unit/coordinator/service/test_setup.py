@@ -107,6 +107,17 @@ def test_install_distinguishes_state_folders_with_a_common_prefix(tmp_path: Path
 
 
 @BOTH
+def test_all_folders_above_a_new_state_folder_belong_to_the_user(tmp_path: Path, platform: str):
+    host, state = manager(tmp_path, platform), tmp_path / "home" / ".local" / "share" / "macpool"
+    state.parents[2].mkdir()
+    done, _ = install(host, plan(tmp_path, state=str(state)))
+    made = [state, *state.parents[:2]]
+    assert [(path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) for path in made] == [(USER.pw_uid, 0o700)] * 3
+    assert state.parents[2].stat().st_uid == os.geteuid(), "a folder that exists keeps its owner"
+    assert done[0] == f"created {state}"
+
+
+@BOTH
 def test_a_service_with_spaces_in_its_paths_is_found_again(tmp_path: Path, platform: str):
     (tmp_path / "a  b$c%").mkdir()
     host, wanted = manager(tmp_path, platform), plan(tmp_path / "a  b$c%", python="/opt/o'neil's  own/python")
