@@ -119,6 +119,7 @@ class DeferredCommands:
         return start
 
     def _start(self, act: Callable[..., Any], arguments: Mapping[str, Any]) -> DeferredCommand:
+        self._delete_old()
         if sum(command.ended is None for command in self._commands.values()) >= MAX_RUNNING:
             text = f"{MAX_RUNNING} commands run, which is the limit: wait for one to end"
             raise ProblemError(Problem(429, "too_many_commands", text))

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import httpx
 import pytest
@@ -24,6 +25,13 @@ from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Finished, LoadModel, ModelOrderCode, ModelOrderEnded, VerifyModel
 from wire.units import GIB
+
+
+class Answer(dict[str, Any]):
+    """Answer of a command that a weak set can hold."""
+
+    __hash__ = object.__hash__
+
 
 DEFER = {"prefer": "respond-async"}
 BODY = {"model": "tiny", "node": "studio"}
@@ -118,6 +126,24 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
     now[0] += 1.0
     (row,) = commands.build_rows()
     assert (row["state"], row["message"]) == ("failed", "internal error of the coordinator: look at `cluster logs`")
+
+
+async def test_ended_commands_are_deleted_while_no_page_lists_them():
+    commands, answers = DeferredCommands(), WeakSet[Answer]()
+
+    async def load(body: ModelBody) -> Answer:
+        answer = Answer()
+        answers.add(answer)
+        return answer
+
+    PREFERS_ASYNC.set(True)
+    start = commands.wrap(load)
+    for _ in range(2 * MAX_ENDED):
+        await start(body=ModelBody(model="tiny"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert MAX_ENDED <= len(answers) <= MAX_ENDED + 1
+    assert len(commands.build_rows()) == MAX_ENDED
 
 
 @pytest.mark.parametrize(
