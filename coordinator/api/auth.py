@@ -89,5 +89,6 @@ def _describe_subject(arguments: Mapping[str, Any], answer: Any) -> str:
     named = [value for value in arguments.values() if isinstance(value, str)]
     body = next((value for value in arguments.values() if isinstance(value, Body)), None)
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
-    named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
-    return " ".join([*named, *([str(fields["id"])] if "id" in fields and fields["id"] not in named else [])])[:300]
+    named += [str(value) for field in ("model", "repo", "node", "name") if (value := getattr(body, field, None))]
+    made = fields.get("pull") or fields.get("quantization") or fields
+    return " ".join([*named, *([str(made["id"])] if "id" in made and made["id"] not in named else [])])[:300]

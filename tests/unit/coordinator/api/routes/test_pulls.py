@@ -110,6 +110,20 @@ async def test_a_pull_is_started_followed_and_cancelled(port: Port, boss: httpx.
     assert [one["id"] for one in (await boss.get("/api/v1/pulls")).json()["pulls"]] == [pull["id"]]
 
 
+async def test_audit_log_names_the_model_of_a_pull_and_the_started_pull(port: Port, boss: httpx.AsyncClient):
+    say(port, ANSWER)
+    await node(port, "studio")
+    await start(boss, dry_run=True)
+    pull = (await start(boss))["pull"]["id"]
+    await boss.delete(f"/api/v1/pulls/{pull}")
+    acts = (await boss.get("/api/v1/audit")).json()["acts"]
+    assert [(act["action"], act["subject"]) for act in acts] == [
+        ("pull", REPO),
+        ("pull", f"{REPO} {pull}"),
+        ("pull_cancel", pull),
+    ]
+
+
 async def test_pulls_are_listed_the_newest_first(port: Port, boss: httpx.AsyncClient):
     await node(port, "studio")
     made: list[str] = []

@@ -52,6 +52,11 @@ async def test_a_quantization_is_started_followed_and_cancelled(port: Port, boss
     assert (order.bits, order.name) == (4, f"{BIG}-4bit")
     listed = (await boss.get("/api/v1/quantizations")).json()["quantizations"]
     assert [row["id"] for row in listed] == [other["id"], started["id"]], "the newest first"
+    acts = (await boss.get("/api/v1/audit")).json()["acts"]
+    assert [act["subject"] for act in acts] == [
+        f"{BIG} mini publisher/small {started['id']}",
+        f"{BIG} studio {other['id']}",
+    ]
     path = f"/api/v1/quantizations/{other['id']}"
     assert (await boss.delete(path)).json()["quantization"]["state"] == "running", "until the node has ended it"
     assert (await line.until(CancelModelOrder)).order == order.order
