@@ -12,8 +12,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any, TextIO
 
-COLOURS = "0|1|2|31|32|33|34|35|36|1;31|1;33|1;32"
-"""SGR codes (select graphic rendition) that commands use: reset, bold, dim, and foreground colours."""
+COLOURS = "0|1|2|31|32|33|34|35|36|90|1;31|1;33|1;32"
+"""SGR codes (select graphic rendition) that commands use: reset, bold, dim, and foreground colours, grey included."""
 _HARMFUL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _TEXT = re.compile(f"[{_HARMFUL}]")
 _OUTPUT = re.compile(rf"(\x1b\[(?:{COLOURS})?m)|[{_HARMFUL}]")

@@ -21,7 +21,7 @@ from tests.support.processes import ROOT
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x1b[8m\x9b31m\x7f\u202egnp\u2066\r\x08\u2028\ud800"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
-COLOUR = re.compile(r"\x1b\[(0|1|2|3[1-6]|1;3[123])?m")
+COLOUR = re.compile(r"\x1b\[(0|1|2|3[1-6]|90|1;3[123])?m")
 FIXED = frozenset(
     {
         "state",

@@ -82,7 +82,9 @@ def test_no_color_is_honoured_and_plain_is_plain(verb: str, pool: Served, tmp_pa
 
 
 def test_the_doctor_is_coloured_for_a_person_only(pool: Served, tmp_path: Path):
-    assert COLOUR.search(run_verb("doctor", pool, tmp_path, color=True))
+    shown = run_verb("doctor --all", pool, tmp_path, color=True)
+    assert COLOUR.search(shown)
+    assert "?[" not in shown, "the filter of the terminal knows the colours of all results"
     assert COLOUR.search(run_verb("doctor", pool, tmp_path, color=True, NO_COLOR="1")) is None
 
 
