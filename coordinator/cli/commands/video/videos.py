@@ -92,7 +92,9 @@ def _print_video(video: dict[str, Any]) -> None:
 @click.option("--seed", type=int, help="The same seed makes the same clip.")
 @click.option("--negative-prompt", help="Negative prompt: content to avoid.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the video is complete.")
-@click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
+@click.option(
+    "--output-file", type=click.Path(path_type=Path, dir_okay=False), help="Wait, and write the clip into this file."
+)
 @session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
     """Create a video from PROMPT, and print its id. The end is awaited only with --wait or --output-file.
@@ -139,7 +141,11 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 
 @video.command()
 @click.argument("video")
-@click.option("--output-file", type=click.Path(path_type=Path), help="Target file; default VIDEO.mp4 or VIDEO.webp.")
+@click.option(
+    "--output-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Target file; default VIDEO.mp4 or VIDEO.webp.",
+)
 @click.option("--thumbnail", is_flag=True, help="Write the thumbnail instead.")
 @session_options
 def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bool) -> None:

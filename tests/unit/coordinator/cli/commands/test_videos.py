@@ -100,10 +100,17 @@ def test_a_video_is_written_into_its_file_as_a_whole(server: Server, tmp_path: P
     done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "none" / "x.mp4"))
     assert done.exit_code == 1
     assert "cannot be written" in done.stderr
-    (tmp_path / "folder").mkdir()
-    done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "folder"))
-    assert (done.exit_code, "cannot be written" in done.stderr) == (1, True)
     assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("folder", [".", ""])
+@pytest.mark.parametrize("words", [("get", "video_2"), ("create", "a", "fox", "--model", "wan")])
+def test_a_folder_in_place_of_the_file_of_a_video_is_refused_before_the_request(
+    server: Server, tmp_path: Path, folder: str, words: tuple[str, ...]
+):
+    done = server.run("video", *words, "--output-file", folder or str(tmp_path))
+    assert (done.exit_code, "is a directory" in done.stderr) == (2, True)
+    assert server.asked == []
 
 
 @pytest.mark.parametrize("words", [("show", "video_2"), ("cancel", "video_2"), ("wait", "video_2"), ("list",)])
