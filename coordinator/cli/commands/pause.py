@@ -83,7 +83,7 @@ def _parse_arguments(node: str | None, duration: str | None) -> tuple[str | None
     try:
         return None, Duration().convert(node, None, None)
     except click.UsageError:
-        if node[0].isdecimal() and node.isalnum():
+        if not node or (node[0].isdecimal() and node.isalnum()):
             raise  # a mistyped duration; a Mac with such a name can be paused by giving both name and duration
         return node, None
 

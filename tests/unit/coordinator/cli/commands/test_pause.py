@@ -63,7 +63,7 @@ def test_this_mac_is_paused_without_a_coordinator(server: Server, state: Path):
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [(("2x",), 2), (("studio", "soon"), 2), (("2h",), NOT_FOUND), ((), NOT_FOUND)]
+    ("words", "code"), [(("2x",), 2), (("",), 2), (("studio", "soon"), 2), (("2h",), NOT_FOUND), ((), NOT_FOUND)]
 )
 def test_a_wrong_duration_and_a_machine_without_a_node_are_refused(
     server: Server, tmp_path: Path, words: tuple[str, ...], code: int
