@@ -126,7 +126,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 
 @click.command()
 @click.argument("prompt", nargs=-1)
-@click.option("--model", help="Model; default: the first one served.")
+@click.option("--model", help="Model; default: the first one for chats.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of the answer.")
 @click.option(
     "--wait",
@@ -171,13 +171,17 @@ def _request_answer(
         body["max_tokens"] = max_tokens
     pause = threading.Event()
     while True:
-        served = [row["id"] for row in session.request_json("GET", "/v1/models")["data"]]
+        served = [
+            row["id"]
+            for row in session.request_json("GET", "/v1/models")["data"]
+            if row.get("type", "llm") == "llm"  # an alias without a served candidate has no type
+        ]
         late = time.monotonic() >= until
         if served or late:
             if not (model or served):
                 raise CommandError(
                     REFUSED,
-                    "no node serves a model: see each node's state in `cluster nodes`, "
+                    "no node serves a model for chats: see each node's state in `cluster nodes`, "
                     "and the models in `cluster models`",
                 )
             name = model or served[0]
@@ -186,7 +190,7 @@ def _request_answer(
             )
             if response.status < 400:
                 return response, name
-            raw = response.read()
+            raw = b"".join(session.read_body(response, CHAT_TIMEOUT_SECONDS))
             if late or response.status != 503:
                 raise_for_status(response.status, raw)
         pause.wait(RETRY_INTERVAL_SECONDS)

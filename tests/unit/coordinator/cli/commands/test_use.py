@@ -1,11 +1,15 @@
-"""Commands of users without a usable key file."""
+"""Commands of users: key files and settings that cannot be read, and the model of a chat."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cluster
+from coordinator.client.errors import REFUSED
+from tests.support.cluster.answering_server import Server
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -31,3 +35,35 @@ def test_explain_refuses_an_id_with_export(tmp_path: Path) -> None:
     file = tmp_path / "decisions"
     done = CliRunner().invoke(cluster, ["explain", "chat-1", "--export", str(file), "--state", str(tmp_path)])
     assert (done.exit_code, "leave out either ID or --export" in done.output, file.exists()) == (2, True, False)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+VECTORS, SCORES = {"id": "a", "type": "embeddings"}, {"id": "b", "type": "rerank"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "model"),
+    [
+        ([VECTORS, SCORES, {"id": "c", "type": "llm"}, {"id": "d", "type": "llm"}], "c"),
+        ([VECTORS, {"id": "alias"}], "alias"),
+    ],
+)
+def test_chat_goes_to_the_first_model_for_chats(server: Server, rows: list[dict[str, Any]], model: str):
+    server.answer = {"data": rows}
+    assert server.run("chat", "hello", "you", "-o", "json").exit_code == 0
+    message = {"role": "user", "content": "hello you"}
+    assert server.asked[1:] == [("/v1/chat/completions", {"model": model, "messages": [message], "stream": False})]
+
+
+def test_chat_fails_after_its_wait_without_a_model_for_chats(server: Server):
+    server.answer = {"data": [VECTORS, SCORES]}
+    done = server.run("chat", "hello", "--wait", "0")
+    assert (done.exit_code, "no node serves a model for chats" in done.stderr) == (REFUSED, True)
+    assert len(server.asked) == 1
