@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
-from coordinator.metrics.exposition import render_metrics
+from coordinator.metrics.exposition import MAX_LABEL_CHARS, render_metrics
 from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect_families
 from coordinator.metrics.labels import AdmittedLabels
 from coordinator.metrics.node import NODE
@@ -130,6 +130,18 @@ def test_a_hostile_name_is_escaped_and_makes_one_series():
     assert sum(name == "macpool_cluster_node_state" for name, _ in found) == 1
 
 
+def test_a_long_name_is_cut_at_its_end():
+    seen = replace(view(), name="a" * MAX_LABEL_CHARS + "b")
+    found = samples(scrape(replace(pool_picture(), view=ClusterView((seen,)))))
+    assert found["macpool_cluster_node_cordoned", (("node", "a" * MAX_LABEL_CHARS),)] == 0
+
+
+def test_measures_with_a_text_that_is_not_utf8_are_invalid():
+    valid = msgspec.msgpack.encode(NodeMeasures(GateMeasures((("join", 1),))))
+    assert decode_measures(valid) is not None
+    assert decode_measures(valid.replace(b"join", b"joi\xff")) is None
+
+
 @given(st.recursive(ANY, lambda inner: st.lists(inner, max_size=5), max_leaves=30))
 def test_scrape_succeeds_with_any_decoded_answer_of_a_node(answer: Any):
     measures = decode_measures(msgspec.msgpack.encode(answer))
@@ -242,6 +254,16 @@ def test_model_conflict_metric_counts_names_with_two_models():
     found = samples(scrape(replace(pool_picture(), view=ClusterView(nodes))))
     counts = {labels: value for (name, labels), value in found.items() if name == "macpool_cluster_model_fingerprints"}
     assert counts == {(("model", "torn"),): 2.0}
+
+
+def test_model_conflicts_have_a_bounded_number_of_series():
+    names = [f"m{number}" for number in range(MAX_MODELS_PER_NODE + 1)]
+    nodes = tuple(
+        replace(view(node), models={name: a_model(name, fingerprint=node) for name in names}) for node in ("a", "b")
+    )
+    found = samples(scrape(replace(pool_picture(), view=ClusterView(nodes))))
+    conflicts = [name for name, _ in found if name == "macpool_cluster_model_fingerprints"]
+    assert len(conflicts) == MAX_MODELS_PER_NODE
 
 
 # cardinality

@@ -330,6 +330,10 @@ async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
     dispatcher.breakers.remove_node(node)
     found = await scrape(port)
     assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 0)
+    for at in range(3):
+        dispatcher.breakers.record_fault(node, at, now - 1004.0 + 2.0 * at)
+    found = await scrape(port)
+    assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (2, 0), "its time is over"
 
 
 async def test_keys_that_open_nothing_are_counted(port: Port):

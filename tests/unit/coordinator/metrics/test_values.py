@@ -259,7 +259,8 @@ def video() -> VideoSnapshot:
 
 def pool() -> PoolSnapshot:
     memory = Memory(headroom=5000, reusable=300, active=400, current=100)
-    a = view("a", report=report(memory), state="ready", reported_at=NOW - 2, cordoned=True)
+    shared = Sharing("hours", until=WALL + 50)
+    a = view("a", report=report(memory, shared), state="ready", reported_at=NOW - 2, cordoned=True)
     pause = Sharing("idle", paused=True, why="in use", until=WALL + 60)
     b = view("b", report=report(Memory(headroom=7000), pause), state="draining", reported_at=NOW - 5)
     lost = view("c", report=report(Memory(headroom=8000)), state="lost", reported_at=0.0)
