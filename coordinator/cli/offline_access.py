@@ -1,10 +1,14 @@
 """Administration of tokens and keys without a running coordinator: the API's operations on the locked database."""
 
+import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
+import structlog
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandError
@@ -29,12 +33,30 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
             raise CommandError(UNREACHABLE, session.explain_no_coordinator())
         raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: create one with `cluster up`")
     try:
-        return _use_database(session, method, path, body)
+        with _hide_log():
+            return _use_database(session, method, path, body)
     except (StoreError, AuthorityError) as error:
         raise CommandError(1, str(error)) from None
     except OSError as error:
         place = error.filename or session.state
         raise CommandError(1, f"{place} cannot be used: {error.strerror or error}: check its owner and mode") from None
+
+
+@contextmanager
+def _hide_log() -> Generator[None]:
+    """Write only warnings of the log, and to standard error, while the context is open.
+
+    Standard output is for the answer of the command.
+    """
+    before = structlog.get_config()
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger("warning"),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _use_database(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:

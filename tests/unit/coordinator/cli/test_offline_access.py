@@ -12,7 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
+from click.testing import CliRunner
+from structlog.testing import capture_logs
 
+from coordinator.cli import cluster
 from coordinator.cli.commands.tokens_and_keys import call_route
 from coordinator.cli.offline_access import run_offline
 from coordinator.client.api_client import ApiSession
@@ -123,6 +127,19 @@ def test_join_tokens_are_made_listed_and_revoked_offline(tmp_path: Path) -> None
     run_offline(session, "DELETE", f"/api/v1/tokens/{row['id']}", {})
     with pytest.raises(CommandError, match="there is no token "):
         run_offline(session, "DELETE", "/api/v1/tokens/unknown", {})
+
+
+def test_output_without_a_coordinator_is_the_answer_alone(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    done = CliRunner(env={"MACPOOL_URL": None}).invoke(
+        cluster, ["token", "create", "--name", "desk", "--state", str(tmp_path), "-o", "json"]
+    )
+    assert (json.loads(done.stdout).keys(), done.stderr) == ({"schema", "token"}, "")
+    with capture_logs() as logs:
+        structlog.get_logger().info("later")
+    assert logs, "the log of this process is as before"
 
 
 def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> None:
