@@ -93,6 +93,7 @@ def up(
     import_structlog()
     from coordinator.startup.options import RunOptions
     from coordinator.state.config_file import redact_rows
+    from host.node_marks import delete_left_mark, has_left
     from host.settings_loader import build_setting_rows
 
     folder = state or get_default_state()
@@ -100,9 +101,10 @@ def up(
     forwarded = _select_node_settings(pairs)
     if forwarded and local_node is False:
         raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node omits")
-    with_node = _should_start_node(folder, local_node)
+    with_node = local_node if local_node is not None else not has_left(folder / "node")
     if with_node:
         _check_node(folder, models, pairs, allow_missing_folders=allow_missing_folders)
+        delete_left_mark(folder / "node")
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
     arguments += ["--allow-missing-folders"] * allow_missing_folders
@@ -139,18 +141,6 @@ def up(
         _run_coordinator(options, ready)
     if output == "text":
         click.echo("stopped", err=True)
-
-
-def _should_start_node(folder: Path, requested: bool | None) -> bool:
-    """Return whether to start the node of this machine: `requested`, or by default true unless the node has left.
-
-    If `requested` is true, delete the file that marks the node as having left.
-    """
-    from host.node_marks import delete_left_mark, has_left
-
-    if requested:
-        delete_left_mark(folder / "node")
-    return requested if requested is not None else not has_left(folder / "node")
 
 
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...], *, allow_missing_folders: bool) -> None:

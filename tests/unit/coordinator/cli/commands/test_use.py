@@ -1,5 +1,6 @@
 """Commands of users: key files and settings that cannot be read, and the model of a chat."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cluster
 from coordinator.client.errors import REFUSED
+from host.node_marks import has_left, mark_left
 from tests.support.cluster.answering_server import Server
 
 
@@ -29,6 +31,16 @@ def test_up_with_settings_that_are_not_utf8_is_a_clear_error(tmp_path: Path) -> 
     assert done.exit_code == 2
     assert "config.toml: " in done.output
     assert "utf-8" in done.output
+
+
+def test_up_that_is_refused_does_not_bring_back_a_node_that_left(tmp_path: Path) -> None:
+    (tmp_path / "node").mkdir()
+    mark_left(tmp_path / "node")
+    plain = dict.fromkeys(name for name in os.environ if name.startswith("MACPOOL_"))
+    line = ["up", "--state", str(tmp_path), "--local-node", "--models", str(tmp_path / "missing")]
+    done = CliRunner(env=plain).invoke(cluster, line)
+    assert (done.exit_code, "is not a folder" in done.output) == (2, True)
+    assert has_left(tmp_path / "node")
 
 
 def test_explain_refuses_an_id_with_export(tmp_path: Path) -> None:
