@@ -11,7 +11,8 @@ from wire.units import show_count, show_size
 def print_placement(answer: dict[str, Any]) -> None:
     """Print the candidates of a placement with their memory, and the chosen node if there is one.
 
-    `answer` is the answer of `/api/v1/place`. The passed-over models of an alias come first.
+    `answer` is the answer of `/api/v1/place`. The passed-over models of an alias come first. A candidate that was
+    refused before its memory was read has the ceiling 0, and is listed without sizes.
     """
     for row in answer.get("passed_over", ()):
         click.echo(f"passed over {row['model']}: {row['reason']}")
@@ -21,7 +22,7 @@ def print_placement(answer: dict[str, Any]) -> None:
         [
             (
                 c["name"],
-                *[show_size(c.get(size)) for size in sizes],
+                *[show_size(c.get(size)) if c["ceiling"] else "-" for size in sizes],
                 c["why_not"] or ("chosen" if c["chosen"] else "fits"),
             )
             for c in answer["candidates"]

@@ -52,6 +52,10 @@ def test_a_placement_names_the_verdict_of_each_node(capsys: pytest.CaptureFixtur
     assert read_lines(capsys)[-1] == "would go to studio"
     print_placement(answer | {"node": None})
     assert read_lines(capsys)[-1].startswith("desk ")
+    unread = {"need": 0, "headroom": None, "ceiling": 0, "current": None, "reserved": 0, "margin": 0}
+    refused = {"name": "old", "why_not": "does not serve big", "chosen": False, **unread}
+    print_placement(answer | {"candidates": [refused], "node": None})
+    assert read_lines(capsys)[-1] == "old - - - - - - does not serve big"
 
 
 def test_requests_are_rows_with_their_way(capsys: pytest.CaptureFixture[str]):
