@@ -91,4 +91,5 @@ def _describe_subject(arguments: Mapping[str, Any], answer: Any) -> str:
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
     named += [str(value) for field in ("model", "repo", "node", "name") if (value := getattr(body, field, None))]
     made = fields.get("pull") or fields.get("quantization") or fields
-    return " ".join([*named, *([str(made["id"])] if "id" in made and made["id"] not in named else [])])[:300]
+    named += [str(made[field]) for field in ("name", "id") if field in made and made[field] not in named]
+    return " ".join(named)[:300]

@@ -51,6 +51,9 @@ async def test_waiting_machines_are_listed_without_codes_and_decided_by_code(por
     assert rejected.json() == {"schema": 1, "name": "mini", "decision": "rejected"}
     assert (first.decision, second.decision) == (ApprovalDecision.APPROVED, ApprovalDecision.REJECTED)
     assert (await boss.get("/api/v1/joins")).json()["joins"] == []
+    acts = (await boss.get("/api/v1/audit")).json()["acts"]
+    subjects = [(act["action"], act["subject"]) for act in acts]
+    assert subjects == [("approve", "111-111 studio"), ("reject", "222-222 mini")]
 
 
 async def test_wrong_codes_are_a_404_and_then_lock_decisions(port: Port, boss: httpx.AsyncClient):

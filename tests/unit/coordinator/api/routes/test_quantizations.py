@@ -55,7 +55,7 @@ async def test_a_quantization_is_started_followed_and_cancelled(port: Port, boss
     acts = (await boss.get("/api/v1/audit")).json()["acts"]
     assert [act["subject"] for act in acts] == [
         f"{BIG} mini publisher/small {started['id']}",
-        f"{BIG} studio {other['id']}",
+        f"{BIG} studio {BIG}-4bit {other['id']}",
     ]
     path = f"/api/v1/quantizations/{other['id']}"
     assert (await boss.delete(path)).json()["quantization"]["state"] == "running", "until the node has ended it"
