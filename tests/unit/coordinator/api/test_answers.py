@@ -57,3 +57,22 @@ async def test_every_error_has_the_id_of_its_request(tmp_path: Path):
                 ]
                 assert (named.status_code, ids[0]) == (status, ("mine-1", "mine-1"))
                 assert ids[1][0] == ids[1][1] not in ("", "not valid")
+
+
+async def test_an_invalid_field_or_parameter_is_named(tmp_path: Path):
+    async with application(tmp_path) as built:
+        key = built.admin.create_key("boss", ["admin"], None)["key"]
+        transport = httpx.ASGITransport(app=built.app)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {key}"}
+        ) as client:
+            for method, path, body, param in (
+                ("POST", "/api/v1/keys", {"name": ""}, "name"),
+                ("POST", "/api/v1/keys", {"name": "a", "scopes": ["infer", "all"]}, "scopes.1"),
+                ("GET", "/api/v1/audit?last=0", None, "last"),
+                ("PUT", "/api/v1/keys/a/name", None, None),
+            ):
+                answer = await client.request(method, path, json=body)
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, param)
+                assert error["message"].startswith(f"{param or 'body'}")

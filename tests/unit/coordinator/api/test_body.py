@@ -45,10 +45,14 @@ def test_the_description_has_all_routes_before_any_request(built: Application):
     assert len(built_routes(built)) > 50
 
 
-async def send_body(built: Application, *parts: dict[str, Any]) -> int:
-    """Create a token with a body in these parts, after which the client leaves; return the status."""
+async def send_body(built: Application, *parts: dict[str, Any], announced: bytes | None = None) -> int:
+    """Create a token with a body in these parts, after which the client leaves; return the status.
+
+    `announced` is the header Content-Length; None for a request without one.
+    """
     key = built.admin.create_key("admin", ["admin"], None)["key"]
     headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
+    headers += [] if announced is None else [(b"content-length", announced)]
     scope = {
         "type": "http",
         "http_version": "1.1",
@@ -84,3 +88,13 @@ async def test_a_body_may_have_the_bytes_of_its_limit(built: Application):
 async def test_a_body_is_complete_with_its_last_part(built: Application):
     assert await send_body(built, {"body": b"{", "more_body": True}, {"more_body": True}, {"body": b"}"}) == 200
     assert await send_body(built, {"body": b"{}", "more_body": True}) == 400
+
+
+@pytest.mark.parametrize(
+    ("announced", "status"),
+    [(b"2", 200), (str(MAX_BODY_BYTES + 1).encode(), 413), (b"-1", 413), (b"2x", 413), (b"9" * 5000, 413)],
+)
+async def test_a_length_that_is_too_long_or_no_number_is_refused_unread(
+    built: Application, announced: bytes, status: int
+):
+    assert await send_body(built, {"body": b"{}"}, announced=announced) == status

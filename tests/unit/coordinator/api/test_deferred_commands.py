@@ -21,6 +21,7 @@ from coordinator.api.deferred_commands import (
 )
 from coordinator.api.errors import ProblemError
 from coordinator.api.routes.models import ModelBody
+from coordinator.state.store_errors import StoreError
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Finished, LoadModel, ModelOrderCode, ModelOrderEnded, VerifyModel
@@ -105,6 +106,8 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
     async def load(body: ModelBody) -> dict[str, Any]:
         if body.model == "wrong":
             raise ValueError
+        if body.model == "unwritten":
+            raise StoreError("the disk is full")
         await release.wait()
         return {"schema": 1}
 
@@ -124,6 +127,10 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
     now[0] += 1.0
     (row,) = commands.build_rows()
     assert (row["state"], row["message"]) == ("failed", "internal error of the coordinator: look at `cluster logs`")
+    await start(body=ModelBody(model="unwritten"))
+    await asyncio.sleep(0)
+    row, *_ = commands.build_rows()
+    assert (row["state"], row["message"]) == ("failed", "the disk is full")
 
 
 async def test_ended_commands_are_deleted_while_no_page_lists_them():

@@ -45,6 +45,10 @@ async def test_a_log_that_is_complete_has_no_other_line():
 
 
 async def test_an_error_before_the_first_piece_is_a_refusal():
-    with pytest.raises(ProblemError) as refused:
-        await read(error=TimeoutError())
-    assert (refused.value.problem.status, refused.value.problem.message) == (503, "the node did not answer")
+    for error, message in (
+        (TimeoutError(), "the node did not answer"),
+        (OSError(5, "Input/output error"), "the log cannot be read: Input/output error"),
+    ):
+        with pytest.raises(ProblemError) as refused:
+            await read(error=error)
+        assert (refused.value.problem.status, refused.value.problem.message) == (503, message)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.client.api_client import ApiSession, raise_for_status
+from coordinator.client.connection import CoordinatorAddress
 from coordinator.client.errors import CommandError
 
 
@@ -48,3 +49,23 @@ def test_a_file_without_a_required_field_is_named_with_the_next_step(
     with pytest.raises(CommandError) as caught:
         ApiSession(tmp_path, None, None, "text").select_coordinator()
     assert (caught.value.exit_code, caught.value.message) == (1, f"{tmp_path / name} has no {fields}: delete the file")
+
+
+def test_the_coordinator_of_the_state_folder_comes_before_a_login(tmp_path: Path):
+    (tmp_path / "login.json").write_text(json.dumps({"url": "https://studio:8080", "key": "mp_a", "ca": "theirs"}))
+    session = ApiSession(tmp_path, None, None, "text")
+    assert session.select_coordinator() == CoordinatorAddress("https://studio:8080", "mp_a", "theirs")
+    (tmp_path / "run.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "secret": "mp_b", "ca": None}))
+    assert session.select_coordinator() == CoordinatorAddress("http://127.0.0.1:1", "mp_b", "")
+
+
+def test_a_url_uses_the_login_only_if_it_is_the_same(tmp_path: Path):
+    (tmp_path / "login.json").write_text(json.dumps({"url": "https://studio:8080", "key": "mp_a", "ca": "theirs"}))
+    same = ApiSession(tmp_path, "studio:8080/v1", None, "text")
+    assert same.select_coordinator() == CoordinatorAddress("https://studio:8080", "mp_a", "theirs")
+    with pytest.raises(CommandError, match="--url needs --key-file"):
+        ApiSession(tmp_path, "https://mini:8080", None, "text").select_coordinator()
+    key = tmp_path / "key"
+    key.write_text("mp_c\n")
+    other = ApiSession(tmp_path, "https://mini:8080", key, "text")
+    assert other.select_coordinator() == CoordinatorAddress("https://mini:8080", "mp_c", "")

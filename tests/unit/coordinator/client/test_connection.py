@@ -133,6 +133,13 @@ def test_a_command_that_waits_continues_after_a_restart_of_the_coordinator(
                 polled.result()
 
 
+def test_a_command_that_waits_ends_with_a_refusal(tmp_path: Path):
+    response = b'HTTP/1.1 404 Not Found\r\nContent-Length: 37\r\n\r\n{"error": {"message": "no such pull"}}'
+    with serve(response, tmp_path) as session, pytest.raises(CommandError, match="no such pull") as caught:
+        session.poll_json("/api/v1/pulls/p-1", 60.0)
+    assert caught.value.exit_code == 5
+
+
 def test_a_request_that_meets_a_restart_of_the_coordinator_uses_its_new_key(tmp_path: Path):
     """The request waits in the queue of the port until the new coordinator has written `run.json` and accepts."""
     run, keys = tmp_path / "run.json", list[bytes]()

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.api.auth import wrap_audited
 from coordinator.api.routes.requests import WallClock, summarize_request
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.rows import MemberRow
@@ -281,6 +282,16 @@ async def test_audit_log_has_every_administrative_action_with_its_actor(built: A
     reader = built.admin.create_key("reader", ["infer", "metrics"], None)["key"]
     async with client(built, reader) as one:
         assert (await one.get("/api/v1/audit")).status_code == 403
+
+
+async def test_audit_log_cuts_long_subjects(built: Application, admin: httpx.AsyncClient):
+    async def act(name: str) -> dict[str, str]:
+        return {"id": "made"}
+
+    await wrap_audited(built.store, act)(name="a" * 299)
+    await wrap_audited(built.store, act)(name="a" * 301)
+    acts = (await admin.get("/api/v1/audit")).json()["acts"]
+    assert [act["subject"] for act in acts] == ["a" * 299 + " ", "a" * 300]
 
 
 # requests, explained
