@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import socket
 import sys
 import time
@@ -51,7 +52,7 @@ def parse_base_url(text: str) -> str:
         raise wrong from None
     if parts.scheme in ("macpool", "cluster"):
         raise click.UsageError(f"{text} is the address for nodes; the URL of the API is the `endpoint` of `cluster up`")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or re.search(r"[\x00-\x20\x7f]", parts.hostname):
         raise wrong
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")

@@ -69,3 +69,23 @@ def test_a_url_uses_the_login_only_if_it_is_the_same(tmp_path: Path):
     key.write_text("mp_c\n")
     other = ApiSession(tmp_path, "https://mini:8080", key, "text")
     assert other.select_coordinator() == CoordinatorAddress("https://mini:8080", "mp_c", "")
+
+
+@pytest.mark.parametrize(("error", "crashed"), [(None, False), (PermissionError, False), (ProcessLookupError, True)])
+def test_a_coordinator_whose_process_is_gone_has_crashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError] | None, crashed: bool
+):
+    def kill(process: int, number: int) -> None:
+        assert (process, number) == (77, 0)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr("os.kill", kill)
+    session = ApiSession(tmp_path, None, None, "text")
+    assert not session.has_crashed
+    run = {"url": "http://127.0.0.1:1", "secret": "mp_b"}
+    for pid, expected in ((77, crashed), ("77", False), (None, False)):
+        (tmp_path / "run.json").write_text(json.dumps(run | {"pid": pid}))
+        assert session.has_crashed is expected
+    (tmp_path / "run.json").write_text(json.dumps(run | {"pid": 77}))
+    assert not ApiSession(tmp_path, "http://127.0.0.1:1", None, "text").has_crashed

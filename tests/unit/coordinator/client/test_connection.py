@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 
 from coordinator.client.api_client import ApiSession
@@ -18,6 +19,7 @@ from coordinator.client.connection import (
     CoordinatorAddress,
     convert_connection_errors,
     explain_connection_error,
+    parse_base_url,
     send_request,
     split_lines,
 )
@@ -104,6 +106,27 @@ def test_a_stream_with_an_error_status_raises_its_message(tmp_path: Path):
     with serve(response, tmp_path) as session, pytest.raises(CommandError, match="no such node") as caught:
         list(session.stream("/api/v1/nodes/x/logs"))
     assert caught.value.exit_code == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "base"),
+    [
+        ("https://studio.local:8080/v1", "https://studio.local:8080"),
+        ("studio.local:8080", "https://studio.local:8080"),
+        ("http://127.0.0.1", "http://127.0.0.1"),
+        ("HTTP://user:word@10.0.0.1:80/x?y", "http://10.0.0.1:80"),
+        ("http://[::1]:8080", "http://[::1]:8080"),
+        ("https://[fe80::1]", "https://[fe80::1]"),
+    ],
+)
+def test_a_base_url_is_scheme_host_and_port(text: str, base: str):
+    assert parse_base_url(text) == base
+
+
+@pytest.mark.parametrize("text", ["http://Mac Studio:8080", "http://a\x7fb", "http://:8080", "ftp://a:1", "//a:1"])
+def test_a_text_that_is_no_url_of_a_coordinator_is_refused(text: str):
+    with pytest.raises(click.UsageError, match="is not the URL of a coordinator"):
+        parse_base_url(text)
 
 
 def test_a_damaged_authority_is_a_clear_error():
