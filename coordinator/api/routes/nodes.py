@@ -197,9 +197,13 @@ class NodeRoutes:
         node_id = self._find_member(node)
         self._nodes.administration.set_cordoned(node_id, on=True)
         await self._store.flush()
-        left = await self._traffic.wait_drained(node_id, body.wait_seconds)
-        cordoned = self._nodes.registry.pool.members[node_id].cordoned
-        return {"schema": 1, "node": node_id, "cordoned": cordoned, "left": left}
+        if self._is_cordoned(node_id):  # a node can be uncordoned while its cordon is written
+            await self._traffic.wait_drained(node_id, body.wait_seconds)
+        left = self._traffic.count_in_flight(node_id)
+        return {"schema": 1, "node": node_id, "cordoned": self._is_cordoned(node_id), "left": left}
+
+    def _is_cordoned(self, node: NodeId) -> bool:
+        return self._nodes.registry.pool.members[node].cordoned
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.

@@ -1,0 +1,117 @@
+"""Orders to nodes through the API of the coordinator, with nodes on real links."""
+
+import asyncio
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from coordinator.state.store_errors import StoreError
+from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from wire.frames import Admitted, Finished, Generate, PauseNode
+from wire.identity import NodeId
+from wire.report import Sharing
+
+CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
+
+
+async def linked(port: Port, name: str, **report: Any) -> Line:
+    who = port.member(name)
+    line = await port.link(who, a_report(**report))
+    await port.until(lambda: port.state(who) == "ready")
+    return line
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds", "sharing"),
+    [
+        ({"seconds": 60.0}, 60.0, Sharing("always", paused=True, until=1e9, by_hand=True)),
+        ({}, None, Sharing("always", paused=True, by_hand=True)),
+    ],
+)
+async def test_a_pause_is_answered_once_the_node_has_confirmed_it(
+    port: Port, boss: httpx.AsyncClient, body: dict[str, float], seconds: float | None, sharing: Sharing
+):
+    line = await linked(port, "studio", sharing=Sharing("always"))
+    asked = asyncio.create_task(boss.post("/api/v1/nodes/studio/pause", json=body))
+    assert (await line.until(PauseNode)).seconds == seconds
+    line.send(a_report(2, sharing=sharing))
+    answer = (await asked).json()
+    assert (answer["sharing"]["paused"], answer["sharing"]["until"], answer["in_flight"]) == (True, sharing.until, 0)
+    asked = asyncio.create_task(boss.post("/api/v1/nodes/studio/resume"))
+    assert (await line.until(PauseNode)).seconds == 0
+    line.send(a_report(3, sharing=Sharing("always")))
+    assert (await asked).json()["sharing"]["paused"] is False
+
+
+async def test_a_drain_ends_with_its_requests_its_time_or_an_uncordon(port: Port, boss: httpx.AsyncClient):
+    line = await linked(port, "studio")
+    path = "/api/v1/nodes/studio"
+    async with port.client("infer") as client:
+        chat = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        order = await line.until(Generate)
+        line.send(Admitted(order.request, 7))
+        late = (await boss.post(f"{path}/drain", json={"wait_seconds": 0.01})).json()
+        assert (late["cordoned"], late["left"]) == (True, 1)
+        assert (await boss.post(f"{path}/uncordon")).status_code == 200
+        for written in (False, True):
+            draining = asyncio.create_task(boss.post(f"{path}/drain", json={"wait_seconds": 60.0}))
+            while not is_cordoned(port):  # noqa: ASYNC110  a cordon has no event for tests
+                await asyncio.sleep(0)
+            if written:
+                await port.application.store.flush()
+            assert (await boss.post(f"{path}/uncordon")).status_code == 200
+            async with asyncio.timeout(5):
+                ended = (await draining).json()
+            assert (ended["cordoned"], ended["left"]) == (False, 1)
+        draining = asyncio.create_task(boss.post(f"{path}/drain", json={"wait_seconds": 60.0}))
+        await port.until(lambda: is_cordoned(port))
+        line.send(Finished(order.request, ("stop",), 7, 2))
+        assert (await chat).status_code == 200
+        ended = (await draining).json()
+        assert (ended["cordoned"], ended["left"]) == (True, 0)
+
+
+def only_member(port: Port) -> NodeId:
+    """Return the id of the only member."""
+    (node,) = port.application.registry.pool.members
+    return node
+
+
+def is_cordoned(port: Port) -> bool:
+    return port.application.registry.pool.members[only_member(port)].cordoned
+
+
+async def test_an_open_breaker_has_its_end_in_unix_seconds(port: Port, boss: httpx.AsyncClient):
+    await linked(port, "studio")
+    dispatcher, node = port.application.dispatcher, only_member(port)
+    now = dispatcher.get_time()
+    closed = (await boss.get("/api/v1/nodes/studio")).json()["node"]["breaker"]
+    assert closed == {"state": "closed", "why": "", "until": None, "opened": 0}
+    for at in range(3):
+        dispatcher.breakers.record_fault(node, at, now - 4.0 + 2.0 * at)
+    breaker = (await boss.get("/api/v1/nodes/studio")).json()["node"]["breaker"]
+    assert (breaker["state"], breaker["opened"]) == ("open", 1)
+    assert time.time() < breaker["until"] < time.time() + 3600
+
+
+async def test_a_cordon_that_is_not_on_the_disk_is_an_error(tmp_path: Path):
+    with pytest.raises(StoreError):  # at the end, when the application closes its store
+        await cordon_without_disk(tmp_path)
+
+
+async def cordon_without_disk(folder: Path) -> None:
+    async with opened(folder) as port, port.client("admin") as boss:
+        port.member("studio")
+        await port.application.store.flush()
+        with closing(sqlite3.connect(folder / "state" / "cluster.db")) as other:
+            for verb in ("INSERT", "UPDATE"):
+                other.execute(
+                    f"CREATE TRIGGER full_{verb} BEFORE {verb} ON members BEGIN SELECT RAISE(ABORT, 'full'); END"
+                )
+        answer = await boss.post("/api/v1/nodes/studio/cordon")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
