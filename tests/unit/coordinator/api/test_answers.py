@@ -45,6 +45,7 @@ async def test_every_error_has_the_id_of_its_request(tmp_path: Path):
             for method, path, headers, status in (
                 ("GET", "/api/v1/nodes/nowhere", {}, 404),
                 ("GET", "/api/v1/nothing", {}, 404),
+                ("GET", "/api/v1/status/", {}, 404),
                 ("GET", "/ui/nothing.js", {}, 404),
                 ("GET", "/api/v1/keys", {}, 403),
                 ("POST", "/api/v1/keys", foreign, 403),

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.api.live_snapshot import MAX_ENDED_PULLS_SHOWN
+from coordinator.api.live_snapshot import MAX_ENDED_PULLS_SHOWN, MAX_REQUESTS_SHOWN
 from coordinator.api.routes.requests import MIN_DECODE_SECONDS
 from coordinator.models.wishes import Wish
+from router.admission.rate_limits import KeyLimits
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import (
@@ -111,6 +112,39 @@ async def test_a_request_under_way_and_its_end_are_listed_with_their_numbers(por
     assert (told["status"]["in_flight"], told["requests"], told["nodes"][0]["in_flight"]) == (0, [], 0)
     port.application.admin.revoke_key(key["id"])
     assert (await sections(port))["ended"][0]["key"] == f"{key['id']} (ended)"
+
+
+async def test_snapshot_has_the_oldest_open_requests(port: Port):
+    line = await linked(port, "one", memory=a_memory(1024))
+    key = port.application.admin.create_key("batch", ["infer"], None, KeyLimits(waiting=100))["key"]
+    async with port.client_of(key) as client:
+        running = list[asyncio.Task[httpx.Response]]()
+        for number in range(MAX_REQUESTS_SHOWN + 1):
+            running.append(ask(client, f"r{number}"))
+            await port.until(lambda: port.application.dispatcher.count_queued() == len(running))
+        told = await sections(port)
+        assert [row["id"] for row in told["requests"]] == [f"r{number}" for number in range(MAX_REQUESTS_SHOWN)]
+        assert told["status"]["queued"] == len(running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    line.close()
+
+
+async def test_status_has_the_requests_of_all_nodes_and_the_seconds_since_the_start(port: Port):
+    lines = [await linked(port, name) for name in ("one", "two")]
+    async with port.client("infer") as client:
+        running = [ask(client, "r1"), ask(client, "r2")]
+        for line in lines:
+            asked = await line.until(Generate)
+            line.send(Admitted(asked.request, 7))
+        async with port.client("metrics") as observer:
+            status = (await observer.get("/api/v1/status")).json()
+        assert status["in_flight"] == 2
+        assert 0 <= status["uptime_seconds"] <= time.monotonic()
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def test_snapshot_has_waiting_requests_and_reasons_of_ended_ones(port: Port):

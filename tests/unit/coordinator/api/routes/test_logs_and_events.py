@@ -1,5 +1,6 @@
 """Streams of the coordinator's log and of its events: they end with the API key of their request."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from coordinator.state.database import Database
 from router.admission.api_keys import KeyRing
 
 PEPPER = b"0123456789abcdef"
+SCOPE = {"type": "http", "headers": [], "client": None}
 
 
 @pytest.fixture
@@ -30,6 +32,23 @@ def admin(tmp_path: Path) -> Iterator[AccessAdmin]:
 def get_body(response: Response) -> AsyncIterator[bytes]:
     assert isinstance(response, StreamingResponse)
     return cast("AsyncIterator[bytes]", response.body_iterator)
+
+
+@pytest.mark.parametrize(
+    ("missed", "expected"),
+    [("", [b"two"]), ("FIRST", [b"two"]), ("0", [b"one", b"two"]), ("9" * 5000, [b"two"]), ("-1", [b"two"])],
+)
+async def test_events_after_the_last_one_of_a_reader_are_sent(admin: AccessAdmin, missed: str, expected: list[bytes]):
+    hub = EventLog()
+    routes = LogRoutes(Path("unused.log"), hub, admin)
+    for text in ("one", "two"):
+        hub.add_event({"logger": "coordinator.x", "event": text})
+    await asyncio.sleep(0)
+    everything = [piece async for piece in get_body(await routes.events(Request(SCOPE), last=2))]
+    missed = everything[0].split()[1].decode() if missed == "FIRST" else missed
+    request = Request({**SCOPE, "headers": [(b"last-event-id", missed.encode())]})
+    pieces = [piece async for piece in get_body(await routes.events(request, last=1))]
+    assert [text in piece for text, piece in zip(expected, pieces, strict=True)] == [True] * len(expected)
 
 
 @pytest.mark.parametrize("kind", ["events", "log"])

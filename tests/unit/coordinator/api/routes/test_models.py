@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.cluster.cluster_port import Line, Port, a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import Cancel, Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
+from wire.frames import Cancel, ClearCache, Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
@@ -62,6 +62,21 @@ async def test_a_model_is_loaded_on_the_named_node(port: Port, boss: httpx.Async
     mini, line = await node(port, "mini", known())
     answer = await command(boss, "load", [(line, finish)], LoadModel, node="mini")
     assert rows(answer) == [{"id": mini, "name": "mini", "already": False}]
+
+
+async def test_cached_prompts_are_deleted_on_the_named_node_alone(port: Port, boss: httpx.AsyncClient):
+    studio, line = await node(port, "studio", known())
+    mini, other = await node(port, "mini", known())
+    for body, lines in (({"node": "studio"}, [line]), ({"node": mini, "model": "tiny"}, [other]), ({}, [line, other])):
+        asking = asyncio.create_task(boss.post("/api/v1/cache/clear", json=body))
+        for one in lines:
+            frame = await one.until(ClearCache)
+            assert frame.model == body.get("model", "")
+            one.send(finish(frame.request))
+        answer = (await asking).json()
+        ids = {id(line): studio, id(other): mini}
+        assert {row["id"] for row in answer["nodes"]} == {ids[id(one)] for one in lines}
+        assert answer["model"] == body.get("model")
 
 
 async def test_a_loaded_model_is_not_loaded_again(port: Port, boss: httpx.AsyncClient):

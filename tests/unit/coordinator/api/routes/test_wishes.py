@@ -70,6 +70,13 @@ async def test_a_wish_has_every_property_and_a_second_one_replaces_them_all(port
     assert [row["model"] for row in listed] == ["a", MODEL]
 
 
+async def test_a_wish_for_a_model_of_no_node_is_one_in_any_case(boss: httpx.AsyncClient):
+    await want(boss, "/api/v1/models/wishes/Some/Model", replicas=2)
+    assert (await want(boss, "/api/v1/models/wishes/some/model"))["wish"]["model"] == "Some/Model"
+    listed = (await boss.get("/api/v1/models/wishes")).json()["wishes"]
+    assert [(row["model"], row["replicas"]) for row in listed] == [("Some/Model", 1)]
+
+
 async def test_a_wish_ends_and_is_then_unknown(boss: httpx.AsyncClient):
     await want(boss)
     assert (await boss.delete(PATH)).json() == {"schema": 1, "model": MODEL}
