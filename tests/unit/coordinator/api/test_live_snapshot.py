@@ -132,9 +132,9 @@ async def test_snapshot_has_the_oldest_open_requests(port: Port):
 
 
 async def test_status_has_the_requests_of_all_nodes_and_the_seconds_since_the_start(port: Port):
-    lines = [await linked(port, name) for name in ("one", "two")]
+    lines = [await linked(port, name, models=(a_model(f"model-{name}"),)) for name in ("one", "two")]
     async with port.client("infer") as client:
-        running = [ask(client, "r1"), ask(client, "r2")]
+        running = [ask(client, name, model=f"model-{name}") for name in ("one", "two")]
         for line in lines:
             asked = await line.until(Generate)
             line.send(Admitted(asked.request, 7))
