@@ -18,6 +18,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.answer: dict[str, Any] | Problem = {}
         self.asked: list[tuple[str, Any]] = []
+        self.methods: list[str] = []
         self.may = threading.Event()
         self.may.set()
         server = self
@@ -34,6 +35,7 @@ class Server:
 
             def do_POST(self) -> None:
                 length = int(self.headers.get("content-length", 0))
+                server.methods.append(self.command)
                 server.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
                 server.may.wait(20)
                 problem = server.answer if isinstance(server.answer, Problem) else None

@@ -23,6 +23,7 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 from coordinator.state.database import Database
 from coordinator.tls.cluster_ca import ClusterCa
+from router.admission.usage import UsageTotals
 
 
 @pytest.mark.parametrize(
@@ -127,6 +128,25 @@ def test_join_tokens_are_made_listed_and_revoked_offline(tmp_path: Path) -> None
     run_offline(session, "DELETE", f"/api/v1/tokens/{row['id']}", {})
     with pytest.raises(CommandError, match="there is no token "):
         run_offline(session, "DELETE", "/api/v1/tokens/unknown", {})
+
+
+def test_usage_is_summed_offline_by_key_and_day(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    for key, day in (("k1", "2026-01-30"), ("k1", "2026-01-31"), ("k2", "2026-01-31")):
+        used = UsageTotals()
+        used.count(10, 0, 1, failed=False)
+        store.usage.add(key, "tiny", day, used)
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+
+    def list_usage(query: str) -> list[tuple[str, int]]:
+        rows = run_offline(session, "GET", f"/api/v1/keys/usage?{query}", {})["usage"]
+        return [(row["key"], row["requests"]) for row in rows]
+
+    assert list_usage("") == [("k1", 2), ("k2", 1)]
+    assert list_usage("since=2026-01-31") == [("k1", 1), ("k2", 1)]
+    assert list_usage("key=k1&since=2026-01-31") == [("k1", 1)]
 
 
 def test_output_without_a_coordinator_is_the_answer_alone(tmp_path: Path) -> None:

@@ -271,6 +271,32 @@ def test_bench_shows_the_stored_speeds_of_the_named_nodes_only(server: Server):
     assert "a/b on studio" in server.run("model", "bench", "--show").output
 
 
+@pytest.mark.parametrize("force", [True, False])
+def test_bench_measures_linked_nodes_that_can_load_the_model(server: Server, force: bool):
+    lost, broken = row("lost", "known", state="lost"), row("broken", "failed", "truncated")
+    benchmark = {"model": "a/b", "node": {"id": "studio", "name": "studio"}, "measured": 0, "max_prompt": 4096}
+    server.answer = {
+        "models": [{"name": "a/b", "nodes": [lost, broken, row("studio", "known"), row("mini", state="draining")]}],
+        "benchmark": {**benchmark, "runs": []},
+    }
+    done = server.run("model", "bench", "a/b", *(["--force"] if force else []))
+    assert done.stdout.count("a/b on studio") == 2
+    assert server.asked[1:] == [
+        ("/api/v1/benchmarks", {"model": "a/b", "node": name, "force": force}) for name in ("studio", "mini")
+    ]
+
+
+@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("cancelled", REFUSED), ("failed", REFUSED)])
+def test_quantize_ends_with_the_state_of_the_quantization(server: Server, state: str, code: int):
+    row = {"id": "q1", "name": "a-8bit", "node": {"name": "studio", "linked": True}, "state": state, "message": ""}
+    server.answer = {"quantization": row | {"bits": 8, "stored": 4 * GIB, "peak": GIB}}
+    done = server.run("model", "quantize", "a", "--bits", "8", "--node", "studio", "--name", "a-8bit")
+    assert server.asked == [("/api/v1/quantizations", {"model": "a", "bits": 8, "node": "studio", "name": "a-8bit"})]
+    assert done.exit_code == code
+    text = "a-8bit on studio: 8 bits, 4.0 GiB of weights" if code == 0 else "studio: the quantization was cancelled"
+    assert text in done.output
+
+
 def test_bench_and_verify_refuse_a_node_that_does_not_exist_and_name_the_others(server: Server):
     places = [{**row(name, "known"), "id": f"n-{name}", "used": 0.0, "removable": True} for name in ("studio", "mini")]
     server.answer = {"schema": 1, "benchmarks": [], "nodes": places, "models": [{"name": "a/b", "nodes": places}]}

@@ -33,13 +33,17 @@ def test_drain_fails_while_requests_are_left_and_names_their_number(server: Serv
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
-    [((), "is approved: `cluster nodes` shows it once it has joined"), (("--reject",), "is rejected")],
+    ("options", "method", "text"),
+    [
+        ((), "POST", "is approved: `cluster nodes` shows it once it has joined"),
+        (("--reject",), "DELETE", "is rejected"),
+    ],
 )
-def test_decision_about_a_code_says_what_is_decided(server: Server, options: tuple[str, ...], text: str):
+def test_decision_about_a_code_says_what_is_decided(server: Server, options: tuple[str, ...], method: str, text: str):
     server.answer = {"schema": 1, "name": "air", "decision": "any"}
     done = server.run("approve", "123456", *options)
     assert (done.exit_code, done.stdout) == (0, f"air {text}\n")
+    assert (server.methods, server.asked) == ([method], [("/api/v1/joins/123456", None)])
 
 
 def test_drain_of_a_node_that_was_uncordoned_meanwhile_does_not_call_it_cordoned(server: Server):
