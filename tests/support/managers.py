@@ -8,8 +8,8 @@ Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of
   more calls of `print`, and stays loaded until then. `print`: 113 when the job is not loaded; else a listing with tabs.
 `systemctl show`: also answers for unknown units, with LoadState=not-found. `restart` of such a unit: 5.
 
-A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1. With the file `stuck`, a
-job of launchctl does not end after `bootout`.
+A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1. With the file `restarting`,
+a running job has another process at each call. With the file `stuck`, a job of launchctl does not end after `bootout`.
 
 A test starts these programs dozens of times. Hence they import only `os`: with json and pathlib, a start takes 46 ms of
 CPU, not 20 ms.
@@ -33,6 +33,8 @@ def fail(code, text):
     sys.exit(code)
 def keep():
     open(book, "w").write(repr(loaded))
+def restarts():
+    return len(open(here + "/calls").readlines()) if os.path.exists(here + "/restarting") else 0
 if verb == "enable":
     sys.exit(0)
 if verb == "bootstrap":
@@ -70,7 +72,8 @@ elif verb == "print":
     if broken:
         print("\\truns = 4\\n\\tlast exit code = 1")
     else:
-        print(f"\\truns = 1\\n\\tpid = {job['pid']}\\n\\tlast exit code = (never exited)")
+        pid = job["pid"] + restarts()
+        print(f"\\truns = 1\\n\\tpid = {pid}\\n\\tlast exit code = (never exited)")
     print("}")
 """
 PLUTIL = """
@@ -103,7 +106,8 @@ if verb == "daemon-reload":
     sys.exit(0)
 state = known.get(name)
 if verb == "show":
-    pid = 0 if state is None or broken else state["pid"]
+    restarts = len(open(here + "/calls").readlines()) if os.path.exists(here + "/restarting") else 0
+    pid = 0 if state is None or broken else state["pid"] + restarts
     print("LoadState=" + ("not-found" if state is None else "loaded"))
     print("ActiveState=" + ("active" if pid else "activating" if broken and state else "inactive"))
     print("SubState=" + ("running" if pid else "auto-restart" if broken and state else "dead"))

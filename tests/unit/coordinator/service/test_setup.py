@@ -50,6 +50,7 @@ def test_installed_twice_is_installed_once(tmp_path: Path, platform: str):
     assert stat.S_IMODE(host.unit.stat().st_mode) == 0o644
     assert any(str(host.unit) in one for one in done)
     before = calls(tmp_path)
+    assert ("launchctl enable system/org.macpool" if host.mac else "systemctl enable macpool.service") in before
     again, after = install(host, wanted)
     assert (again, after.pid, calls(tmp_path)) == ([], standing.pid, before)
 
@@ -158,7 +159,7 @@ def test_install_is_rolled_back_if_the_service_does_not_start(tmp_path: Path, pl
     (tmp_path / "bin" / "broken").touch()
     if host.mac:
         host.logs.mkdir(parents=True)
-        (host.logs / "service.log").write_text("the port is taken\n")
+        (host.logs / "service.log").write_text("an old line\n" * setup.TAIL_CHARS + "the port is taken\n")
         os.chown(host.logs, USER.pw_uid, USER.pw_gid)
     with pytest.raises(ServiceError, match="does not stay up") as caught:
         install(host, wanted, timeout_seconds=0.3)
@@ -166,6 +167,15 @@ def test_install_is_rolled_back_if_the_service_does_not_start(tmp_path: Path, pl
     assert platform == "linux" or "the port is taken" in str(caught.value)
     assert not host.unit.exists()
     assert not host.read_state().loaded
+
+
+@BOTH
+def test_a_service_that_restarts_again_and_again_does_not_run(tmp_path: Path, platform: str):
+    host = manager(tmp_path, platform)
+    (tmp_path / "bin" / "restarting").touch()
+    with pytest.raises(ServiceError, match="does not stay up"):
+        install(host, plan(tmp_path), timeout_seconds=0.6)
+    assert not host.unit.exists()
 
 
 @BOTH
@@ -202,7 +212,9 @@ def test_a_job_that_launchd_does_not_unload_is_an_error_with_the_next_step(
 
 
 @BOTH
-@pytest.mark.parametrize("what", ["foreign", "link", "folder", "other user", "other state", "state of another"])
+@pytest.mark.parametrize(
+    "what", ["foreign", "link", "folder", "other owner", "other user", "other state", "state of another"]
+)
 def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: str, what: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     host.unit.parent.mkdir(parents=True)
@@ -213,6 +225,10 @@ def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: st
         host.unit.symlink_to(tmp_path / "elsewhere")
     elif what == "folder":
         host.unit.mkdir()
+    elif what == "other owner":
+        host.unit.write_text(host.render_unit(wanted) if os.geteuid() == 0 else "not ours")
+        if os.geteuid() == 0:
+            os.chown(host.unit, 1, 1)
     elif what == "other user":
         host.unit.write_text(host.render_unit(plan(tmp_path, user="daemon")))
     elif what == "other state":
@@ -288,6 +304,7 @@ def test_the_wired_limit_is_a_job_of_its_own(tmp_path: Path):
     assert host.wired_unit.exists(), "an install that does not name it leaves it"
     uninstall(host)
     assert not host.wired_unit.exists()
+    assert "launchctl bootout system/org.macpool.wired-limit" in calls(tmp_path)[-3:]
 
 
 # the verbs

@@ -35,9 +35,17 @@ def test_the_job_of_launchd_has_what_a_server_needs():
     assert (job["UserName"], job["ProcessType"], job["RunAtLoad"]) == ("pool", "Interactive", True)
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     assert job["Umask"] == 63
+    assert job["ExitTimeOut"] == 45, "the drain of requests and that of the local node"
+    assert job["SoftResourceLimits"] == job["HardResourceLimits"] == {"NumberOfFiles": 8192}
     assert job["EnvironmentVariables"]["NO_PROXY"] == "*"
     assert job["StandardErrorPath"] == "/Library/Logs/macpool/service.log"
     assert "caffeinate" not in str(job)
+
+
+def test_the_job_of_the_wired_limit_runs_once_at_each_start():
+    job = plistlib.loads(launchd.render_property_list(launchd.build_wired_job(4096)).encode())
+    assert job["ProgramArguments"] == ["/usr/sbin/sysctl", "iogpu.wired_limit_mb=4096"]
+    assert (job["RunAtLoad"], job["LaunchOnlyOnce"]) == (True, True)
 
 
 def test_our_own_jobs_have_no_fault():
@@ -120,6 +128,7 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     service = {name: values[-1] for name, values in unit["Service"].items()}
     assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
     assert service["NoNewPrivileges"] == "yes"
+    assert (service["TimeoutStopSec"], service["LimitNOFILE"], service["UMask"]) == ("45", "8192", "0077")
     assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], (
         "a superseded coordinator is not restarted"
     )
@@ -189,6 +198,7 @@ def test_parse_state_of_launchctl_output(code: int, listing: str, found: tuple):
     [
         ("LoadState=not-found\nActiveState=inactive\nMainPID=0", (False, False, None, "")),
         ("LoadState=loaded\nActiveState=active\nMainPID=9\nResult=success", (True, True, 9, "")),
+        ("LoadState=loaded\nActiveState=deactivating\nMainPID=9\nResult=success", (True, False, 9, "")),
         (
             "LoadState=loaded\nActiveState=activating\nMainPID=0\nResult=exit-code\nExecMainStatus=4",
             (True, False, None, "exit-code 4"),
