@@ -12,6 +12,7 @@ import pytest
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.request_table import print_placement, print_request, print_requests
 from router.settings import RouterSettings
+from router.upstreams import UpstreamSettings
 from tests.support.cluster.application import application
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.units import GIB
@@ -22,8 +23,8 @@ SETTINGS = RouterSettings(aliases={"coder": ("nowhere", "big-30b", "small-8b")})
 
 
 @contextlib.asynccontextmanager
-async def admin_of(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    cluster = LoopbackCluster(LoopbackNode("studio", a_memory(), (BIG, SMALL)), settings=SETTINGS)
+async def admin_of(folder: Path, settings: RouterSettings = SETTINGS) -> AsyncIterator[httpx.AsyncClient]:
+    cluster = LoopbackCluster(LoopbackNode("studio", a_memory(), (BIG, SMALL)), settings=settings)
     async with application(folder, over=cluster) as built, cluster.serving() as url:
         headers = {"authorization": f"Bearer {built.admin.create_key('boss', ['admin'], None)['key']}"}
         async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
@@ -73,6 +74,11 @@ async def test_models_lists_the_aliases(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"event: aliases\ndata: {json.dumps(answer['aliases'], separators=(',', ':'))}\n" in live, "on the page"
     row = {"name": "coder", "candidates": ["nowhere", "big-30b", "small-8b"], "upstream": None, "served": None}
     assert answer["aliases"] == [row]
+    upstreams = {"home": UpstreamSettings(url="http://127.0.0.1:1/v1", model="far")}
+    settings = RouterSettings(aliases={"coder": ("nowhere", "upstream:home")}, upstreams=upstreams)
+    async with admin_of(tmp_path / "other", settings) as client:
+        (alias,) = (await client.get("/api/v1/models")).json()["aliases"]
+    assert (alias["candidates"], alias["upstream"]) == (["nowhere"], "home")
     print_models({"models": [], "aliases": [row | {"upstream": "cloud", "served": "small-8b"}]}, wide=False)
     text = "alias coder: nowhere, then big-30b, then small-8b, then upstream cloud (first one on a node: small-8b)"
     assert text in capsys.readouterr().out
