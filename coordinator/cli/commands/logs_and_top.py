@@ -271,14 +271,17 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
 
     The folder has prometheus.yml, rules.yml and the scrape token (a key of the scope `metrics`, mode 0600). If the
     endpoint has its own authority, the folder has its certificate. The files refer to each other without a path: the
-    folder can be moved, or mounted into a container.
+    folder can be moved, or mounted into a container. A new folder has mode 0700; that of an existing one does not
+    change.
     """
     from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
     from host.private_files import create_private_folder, write_private
 
     try:
-        place = create_private_folder((folder or session.state / "prometheus").absolute())
+        place = (folder or session.state / "prometheus").absolute()
+        if not place.is_dir():
+            create_private_folder(place)
         token, authority = place / "macpool.token", place / "macpool-ca.pem"
         ca = session.get_authority()
         if ca:

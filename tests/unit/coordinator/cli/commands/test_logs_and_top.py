@@ -47,6 +47,18 @@ def test_a_damaged_token_file_is_replaced_and_no_key_is_revoked(server: Server, 
     assert posted == [("/api/v1/keys", None), ("/api/v1/keys", {"name": "prometheus-2", "scopes": ["metrics"]})]
 
 
+@pytest.mark.parametrize("mode", [None, 0o755])
+def test_an_existing_folder_of_prometheus_keeps_its_mode(server: Server, tmp_path: Path, mode: int | None) -> None:
+    folder = tmp_path / "etc" / "prometheus"
+    if mode is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(mode)
+    server.answer = {"keys": [], "key": "mp_new_secret", "base_url": "http://10.0.0.1:8080/v1"}
+    assert server.run("metrics-config", "--folder", str(folder)).exit_code == 0
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "macpool.token")}
+    assert modes == {"prometheus": mode or 0o700, "macpool.token": 0o600}
+
+
 def test_renew_revokes_the_former_scrape_token_and_writes_another(pool: Served, tmp_path: Path):
     (tmp_path / "key").write_text(pool.keys["admin"])
     where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key"), "-o", "json"]
