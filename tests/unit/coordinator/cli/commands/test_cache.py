@@ -39,6 +39,9 @@ def test_a_disk_cache_has_its_size_quota_and_write_budget(server: Server):
     text = server.run("cache", "status").output
     assert "studio: 1.0 GiB of 4.0 GiB on the disk; 2.0 GiB may be written now, 0 wait" in text
     assert "no disk cache" not in text
+    server.answer = answer(CacheState(store="a", disk_bytes=GIB))
+    text = server.run("cache", "status").output
+    assert "studio: 1.0 GiB on the disk; without quota or lock, nothing is written" in text
 
 
 def test_cached_prompts_are_selected_by_node_and_model(server: Server):

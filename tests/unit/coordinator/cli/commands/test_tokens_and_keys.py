@@ -105,6 +105,13 @@ def test_the_new_expiry_is_read_after_its_change(server: Server):
     assert server.asked == [keys, change, keys]
 
 
+@pytest.mark.parametrize(("words", "sent"), [(("1d", "--never"), 0), ((), 0), (("--never",), 3)])
+def test_an_expiry_is_a_time_or_never(server: Server, words: tuple[str, ...], sent: int):
+    assert server.run("key", "expire", "laptop", *words).exit_code == (0 if sent else 2)
+    assert len(server.asked) == sent
+    assert ("/api/v1/keys/k1/expiry", {"ttl_seconds": None}) in server.asked or not sent
+
+
 @pytest.mark.parametrize(
     ("words", "path", "text"),
     [

@@ -1,12 +1,15 @@
 """Commands of users: key files and settings that cannot be read, and the model of a chat."""
 
+import json
 import os
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
 from coordinator.client.errors import REFUSED
@@ -79,3 +82,92 @@ def test_chat_fails_after_its_wait_without_a_model_for_chats(server: Server):
     done = server.run("chat", "hello", "--wait", "0")
     assert (done.exit_code, "no node serves a model for chats" in done.stderr) == (REFUSED, True)
     assert len(server.asked) == 1
+
+
+def test_place_of_a_refused_request_fails_with_the_reason(server: Server):
+    refused = {"code": "no_headroom", "status": 503, "message": "needs 43.5 GiB"}
+    server.answer = {"model": "tiny", "candidates": [], "node": None, "name": None, "refused": refused}
+    done = server.run("place", "tiny", "--prompt-tokens", "7")
+    assert (done.exit_code, done.stderr) == (REFUSED, "Error: needs 43.5 GiB\n")
+    assert server.asked == [("/api/v1/place", {"model": "tiny", "prompt_tokens": 7, "max_tokens": None})]
+
+
+class ChatServer:
+    """Server that lists one model and answers chats with `answers`, each a status and a body, in order."""
+
+    def __init__(self, *answers: tuple[int, str]) -> None:
+        rest, self.chats = list(answers), 0
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send(200, json.dumps({"data": [{"id": "tiny", "type": "llm"}]}))
+
+            def do_POST(self) -> None:
+                server.chats += 1
+                self.rfile.read(int(self.headers["content-length"]))
+                self.send(*rest.pop(0))
+
+            def send(self, status: int, body: str) -> None:
+                self.send_response(status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body.encode())
+
+            def log_message(self, format: str, *args: object) -> None:
+                return
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
+
+    def chat(self, folder: Path, *words: str) -> Result:
+        key = folder / "key"
+        key.write_text("mp_a_b")
+        url = f"http://127.0.0.1:{self.http.server_port}"
+        try:
+            return CliRunner().invoke(cluster, ["chat", "hi", *words, "--url", url, "--key-file", str(key)])
+        finally:
+            self.http.shutdown()
+            self.http.server_close()
+
+
+def build_error(message: str) -> str:
+    return json.dumps({"error": {"message": message}})
+
+
+def build_chunk(text: str) -> str:
+    return "data: " + json.dumps({"choices": [{"delta": {"content": text}}]}) + "\n\n"
+
+
+def test_chat_is_repeated_while_no_node_is_ready_and_prints_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("coordinator.cli.commands.use.RETRY_INTERVAL_SECONDS", 0.01)
+    stream = build_chunk("one ") + ": a comment\n\n" + build_chunk("two") + "data: [DONE]\n\n"
+    server = ChatServer((503, build_error("no node")), (503, build_error("no node")), (200, stream))
+    assert (server.chat(tmp_path).stdout, server.chats) == ("one two\n", 3)
+
+
+@pytest.mark.parametrize(("words", "status", "code"), [((), 404, 5), (("--wait", "0"), 503, REFUSED)])
+def test_chat_is_not_repeated_after_a_refusal_or_its_wait(
+    tmp_path: Path, words: tuple[str, ...], status: int, code: int
+):
+    server = ChatServer((status, build_error("no such model")))
+    done = server.chat(tmp_path, *words)
+    assert (done.exit_code, done.stderr, server.chats) == (code, "Error: no such model\n", 1)
+
+
+def test_chat_that_breaks_off_prints_its_beginning_and_the_error(tmp_path: Path):
+    done = ChatServer((200, build_chunk("one") + "data: " + build_error("the node was lost") + "\n\n")).chat(tmp_path)
+    assert (done.exit_code, done.stdout, done.stderr) == (1, "one", "Error: the node was lost\n")
+
+
+@pytest.mark.parametrize(("shell", "line"), [("sh", "export {}={}"), ("fish", "set -gx {} {}")])
+def test_env_prints_variables_in_the_syntax_of_a_shell(server: Server, shell: str, line: str):
+    url = server.options[1]
+    lines = server.run("env", "--shell", shell).stdout.splitlines()
+    assert lines[:3] == [
+        line.format("OPENAI_BASE_URL", f"{url}/v1"),
+        line.format("OPENAI_API_BASE", f"{url}/v1"),
+        line.format("ANTHROPIC_BASE_URL", url),
+    ]
+    assert line.format("OPENAI_API_KEY", "mp_a_b") in lines
+    assert server.asked == []
