@@ -171,3 +171,16 @@ def test_env_prints_variables_in_the_syntax_of_a_shell(server: Server, shell: st
     ]
     assert line.format("OPENAI_API_KEY", "mp_a_b") in lines
     assert server.asked == []
+
+
+@pytest.mark.parametrize(("protocols", "code"), [((1, 1), 0), ((1, 99), 8), ((99, 99), 8)])
+def test_version_fails_if_a_member_has_another_protocol(server: Server, protocols: tuple[int, ...], code: int):
+    nodes = [
+        {"name": f"n{number}", "version": "0.1.0", "protocol": protocol, "state": "ready"}
+        for number, protocol in enumerate(protocols)
+    ]
+    server.answer = {"version": "0.1.0", "protocol": 1, "nodes": nodes}
+    done = server.run("version", "--cluster", "-o", "json")
+    answer = json.loads(done.stdout)
+    assert (done.exit_code, [member["joinable"] for member in answer["members"]]) == (code, [p == 1 for p in protocols])
+    assert answer["nodes"] == {"n0": "0.1.0", "n1": "0.1.0"}
