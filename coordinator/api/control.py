@@ -206,7 +206,12 @@ class ControlApplication(FastAPI):
         install_error_handlers(self)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document of the control routes, with all of their answers, and of the other routes."""
+        """Return the OpenAPI document of the control routes, with all of their answers, and of the other routes.
+
+        The document is built once.
+        """
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         for route in self.router.routes:
             if isinstance(route, StrictRoute):
                 route.build()

@@ -34,6 +34,23 @@ async def test_a_long_answer_takes_the_loop_a_small_multiple_of_the_time_to_pars
     assert min(encoded) < 12 * min(parsed), (encoded, parsed)
 
 
+async def test_the_openapi_document_is_built_once_for_all_clients(tmp_path: Path):
+    """A client needs no key for it, and no token arrives meanwhile."""
+    async with application(tmp_path) as built:
+        transport = httpx.ASGITransport(app=built.app)
+        sent, parsed, contents = list[float](), list[float](), set[bytes]()
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for _ in range(5):
+                began = time.thread_time()
+                contents.add((await client.get("/api/v1/openapi.json")).content)
+                sent.append(time.thread_time() - began)
+                began = time.thread_time()
+                assert json.loads(next(iter(contents)))["info"]["title"] == "Macpool"
+                parsed.append(time.thread_time() - began)
+    assert len(contents) == 1
+    assert min(sent) < 6 * min(parsed), (sent, parsed)
+
+
 async def test_every_error_has_the_id_of_its_request(tmp_path: Path):
     foreign = {"origin": "https://evil.example"}
     async with application(tmp_path) as built:
