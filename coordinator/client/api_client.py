@@ -114,17 +114,16 @@ class ApiSession:
     def select_coordinator(self) -> CoordinatorAddress:
         """Return the coordinator to use: the one at --url, the one of the state folder, or the one of `cluster login`.
 
-        Raise `CommandError` if there is none, or if a key or a file of the state folder cannot be read. Raise
-        `click.UsageError` for an invalid --url.
+        With a login, the one of the state folder is left out if it has crashed. Raise `CommandError` if there is none,
+        or if a key or a file of the state folder cannot be read. Raise `click.UsageError` for an invalid --url.
         """
         if self.url is not None:
             return CoordinatorAddress(
                 parse_base_url(self.url), self.read_key(), self._get_stored_authority(parse_base_url(self.url))
             )
-        run = self._read_file("run.json")
-        if run is not None:
+        run, login = self._read_file("run.json"), self.stored_login
+        if run is not None and (login is None or not self.has_crashed):
             return CoordinatorAddress(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
-        login = self.stored_login
         if login is not None:
             return CoordinatorAddress(str(login["url"]), str(login["key"]), str(login.get("ca") or ""))
         raise CommandError(UNREACHABLE, self.explain_no_coordinator())

@@ -336,6 +336,20 @@ def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
     assert done.exit_code == 6
 
 
+def test_a_login_replaces_a_coordinator_that_has_crashed(pool: Served, tmp_path: Path):
+    """The key has the scope `metrics`, which may not list the models."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    run = {"url": "http://127.0.0.1:1", "secret": "mp_x_y", "pid": ended.pid}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    state = ["--state", str(tmp_path)]
+    done = alone("login", pool.url, "--key-file", "-", *state, input=pool.keys["metrics"])
+    assert done.exit_code == 0, done.output
+    assert alone("nodes", *state).exit_code == 0
+    (tmp_path / "run.json").write_text(json.dumps(run | {"pid": os.getpid()}))
+    assert alone("nodes", *state).exit_code == 3, "that of the state folder comes first while it runs"
+
+
 def test_doctor_lists_its_checks_as_json():
     listed = json.loads(alone("doctor", "--list", "-o", "json").output)["checks"]
     assert [f"{check['id']:<14} {check['title']}" for check in listed] == alone("doctor", "--list").output.splitlines()
