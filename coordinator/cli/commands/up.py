@@ -104,6 +104,7 @@ def up(
     with_node = local_node if local_node is not None else not has_left(folder / "node")
     if with_node:
         _check_node(folder, models, pairs, allow_missing_folders=allow_missing_folders)
+    if local_node:
         delete_left_mark(folder / "node")
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]

@@ -1,6 +1,7 @@
 """Options of `cluster up` that are refused before anything is created."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cluster
 from coordinator.cli.commands.up import ListenAddress
+from tests.support.processes import CLI, environment
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,11 @@ def test_wrong_options_create_nothing(tmp_path: Path, words: tuple[str, ...], me
     done = CliRunner(env=plain).invoke(cluster, ["up", "--state", str(tmp_path / "state"), *words])
     assert (done.exit_code, message in done.stderr) == (2, True), done.output
     assert not (tmp_path / "state").exists()
+
+
+def test_a_file_in_place_of_the_state_folder_is_a_clear_error(tmp_path: Path):
+    (tmp_path / "state").write_text("")
+    line = ["up", "--state", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"]
+    done = subprocess.run([*CLI, *line], capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()[-1][:7]) == (1, "Error: ")
+    assert "Traceback" not in done.stderr
