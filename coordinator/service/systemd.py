@@ -4,7 +4,8 @@ Hardening closes everything that no part needs: new privileges, capabilities, ke
 families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory stays
 open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the native
 architecture stay open. An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death
-and restarts the engine, hence OOMPolicy=continue.
+and restarts the engine, hence OOMPolicy=continue. A service that ends with exit code 0 is not restarted, as under
+launchd: a node that has left its cluster would ask to join again.
 """
 
 import shlex
@@ -70,7 +71,7 @@ User={plan.user}
 Group={plan.group}
 WorkingDirectory={plan.home.replace("%", "%%")}
 ExecStart={command}
-{variables}Restart=always
+{variables}Restart=on-failure
 RestartSec={THROTTLE_SECONDS}
 RestartPreventExitStatus={FINAL_EXIT_CODES}
 TimeoutStopSec={STOP_TIMEOUT_SECONDS}

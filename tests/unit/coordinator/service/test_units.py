@@ -126,7 +126,9 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     unit = sections(systemd.render_unit(PLAN))
     assert list(unit) == ["Unit", "Service", "Install"]
     service = {name: values[-1] for name, values in unit["Service"].items()}
-    assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "always", "continue")
+    assert (service["User"], service["Restart"], service["OOMPolicy"]) == ("pool", "on-failure", "continue"), (
+        "a node that leaves its cluster ends with 0, and must not ask to join again"
+    )
     assert service["NoNewPrivileges"] == "yes"
     assert (service["TimeoutStopSec"], service["LimitNOFILE"], service["UMask"]) == ("45", "8192", "0077")
     assert service["RestartPreventExitStatus"].split() == ["2", "6", "8", "9"], (
