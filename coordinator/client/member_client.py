@@ -60,7 +60,7 @@ def read_member_identity(state: Path) -> MemberIdentity | None:
             base64.b64decode(stored["ca"]),
             addresses,
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -218,3 +218,10 @@ def test_a_certificate_outside_its_validity_is_no_other_certificate(verified: in
     assert found == code
     assert words in text
     assert ("by the clock of this machine" in text) is (code == UNREACHABLE)
+
+
+@pytest.mark.parametrize(("platform", "number", "code"), [("darwin", 65, 10), ("darwin", 61, 3), ("linux", 65, 3)])
+def test_a_block_by_macos_has_its_own_code(monkeypatch: pytest.MonkeyPatch, platform: str, number: int, code: int):
+    monkeypatch.setattr(sys, "platform", platform)
+    found, text = explain_connection_error("http://studio:8080", OSError(number, "No route to host"))
+    assert (found, "Privacy & Security > Local Network" in text) == (code, code == 10)
