@@ -45,6 +45,18 @@ def test_a_token_comes_from_a_file_or_a_pipe(how: str, tmp_path: Path, started: 
     assert not any("secret" in argument for argument in arguments)
 
 
+def test_options_of_join_are_those_of_the_node(tmp_path: Path, started: list[tuple[list[str], str]]) -> None:
+    line = ["join", "10.0.0.1:8081", "--token-file", "-", "--state", str(tmp_path), "--name", "studio", "--models", "a"]
+    line += ["--models", "b", "--allow-missing-folders", "--set", "memory.cap=8GiB", "-o", "json"]
+    CliRunner().invoke(cluster, line, input=f"{TOKEN}\n")
+    ((arguments, _),) = started
+    words = arguments[arguments.index("node.run") + 1 : arguments.index("--token-fd")]
+    assert words == [
+        *("--state", str(tmp_path), "--output", "json", "--url", "10.0.0.1:8081", "--models", "a", "--models", "b"),
+        *("--allow-missing-folders", "--set", "memory.cap=8GiB", "--set", "node.name=studio"),
+    ]
+
+
 def test_printed_join_command_passes_the_token_through_a_pipe() -> None:
     line = build_join_command("macpool://10.0.0.1:8081", TOKEN)
     echo, _, command = line.partition(" | ")

@@ -87,6 +87,28 @@ def test_only_given_fields_of_a_video_are_sent(server: Server):
     assert server.asked == [("/v1/videos", body)]
 
 
+@pytest.mark.parametrize(("words", "asked"), [((), 1), (("--wait",), 2)])
+def test_the_end_of_a_video_is_awaited_only_on_request(server: Server, words: tuple[str, ...], asked: int):
+    server.answer = COMPLETED | {"warnings": []}
+    assert server.run("video", "create", "a fox", "--model", "wan", *words).stdout == f"{COMPLETED['id']}\n"
+    paths = [path for path, _ in server.asked]
+    assert paths == ["/v1/videos", f"/v1/videos/{COMPLETED['id']}"][:asked]
+
+
+def test_calibrate_makes_a_clip_of_each_size_and_deletes_it(server: Server):
+    server.answer = COMPLETED | {"models": [{"name": "wan"}], "profiles": []}
+    done = server.run(
+        "video", "calibrate", "--sizes", "640x368, 384x224", "--steps", "3", "--frames", "9", "-o", "json"
+    )
+    assert [clip["status"] for clip in json.loads(done.stdout)["clips"]] == ["completed"] * 2
+    made = [body for path, body in server.asked if path == "/v1/videos"]
+    assert [(body["size"], body["steps"], body["frames"], body["model"]) for body in made] == [
+        ("384x224", 3, 9, "wan"),
+        ("640x368", 3, 9, "wan"),
+    ]
+    assert server.methods.count("DELETE") == 2
+
+
 def test_a_video_is_written_into_its_file_as_a_whole(server: Server, tmp_path: Path):
     server.answer = {"clip": "x" * 1000}
     file = tmp_path / "clip.mp4"
