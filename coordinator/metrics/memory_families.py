@@ -133,12 +133,12 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
     ),
     create_gauge(
         "node_memory_lease_bytes",
-        "Memory leased to video jobs, subtracted from the cap.",
+        "Memory leased to a video job or a quantization, subtracted from the cap.",
         lambda p: p.view.memory.leases,
     ),
     create_gauge(
         "video_worker_phys_bytes",
-        "Footprint of the video worker; 0 without a worker.",
+        "Footprint of the process with the lease, a video worker or a quantization; 0 without one.",
         lambda p: p.view.system.worker,
     ),
     create_gauge(
