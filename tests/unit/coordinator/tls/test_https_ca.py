@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import os
 import socket
 import ssl
 import time
@@ -24,6 +25,7 @@ from coordinator.cli.commands.clients.trust_ca import (
     fetch_authority,
     fetch_confirmed_authority,
     find_bundle,
+    find_trusted_endpoint,
     write_bundle,
 )
 from coordinator.client.errors import PIN, CommandError
@@ -298,6 +300,20 @@ def test_the_bundle_holds_the_authorities_of_the_system_and_the_cluster(tmp_path
     assert find_bundle(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
+
+
+def test_the_endpoint_that_was_trusted_last_is_the_default(tmp_path: Path):
+    found = list[str]()
+    for number, name in enumerate(("one", "two")):
+        made = endpoint(tmp_path / name)
+        bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, f"https://{name}.local")
+        os.utime(bundle.with_suffix(".url"), (1e9 - number, 1e9 - number))
+        found.append(str(bundle))
+    assert find_trusted_endpoint(tmp_path, None) == ("https://one.local", found[0])
+    assert find_trusted_endpoint(tmp_path, "https://two.local") == ("https://two.local", found[1])
+    Path(found[0]).unlink()
+    assert find_trusted_endpoint(tmp_path, None) == ("https://two.local", found[1])
+    assert find_trusted_endpoint(tmp_path, "https://one.local") is None
 
 
 def variables(folder: Path, *arguments: str) -> dict[str, str | None]:

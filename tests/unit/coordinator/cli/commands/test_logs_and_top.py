@@ -47,6 +47,26 @@ def test_a_damaged_token_file_is_replaced_and_no_key_is_revoked(server: Server, 
     assert posted == [("/api/v1/keys", None), ("/api/v1/keys", {"name": "prometheus-2", "scopes": ["metrics"]})]
 
 
+@pytest.mark.parametrize(
+    ("words", "route"),
+    [
+        (("logs",), "/api/v1/logs?"),
+        (("logs", "my mac"), "/api/v1/nodes/my%20mac/logs?"),
+        (("events",), "/api/v1/events?"),
+    ],
+)
+def test_a_followed_log_that_the_coordinator_ends_is_an_error(
+    server: Server, words: tuple[str, ...], route: str
+) -> None:
+    server.answer = {"event": "x"}
+    done = server.run(*words, "-f")
+    assert (done.exit_code, "can no longer be read" in done.stderr) == (3, True)
+    path = server.asked[0][0]
+    assert (path.startswith(route), path.endswith("&follow=true")) == (True, True)
+    assert server.run(*words).exit_code == 0
+    assert "follow" not in server.asked[-1][0]
+
+
 @pytest.mark.parametrize("mode", [None, 0o755])
 def test_an_existing_folder_of_prometheus_keeps_its_mode(server: Server, tmp_path: Path, mode: int | None) -> None:
     folder = tmp_path / "etc" / "prometheus"
