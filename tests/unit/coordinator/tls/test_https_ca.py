@@ -293,13 +293,19 @@ def test_trust_commands_match_the_documentation_of_the_system(tmp_path: Path):
     assert build_commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
 
 
-def test_the_bundle_holds_the_authorities_of_the_system_and_the_cluster(tmp_path: Path):
-    made = endpoint(tmp_path)
+def test_the_bundle_holds_the_authorities_of_the_system_and_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, system = endpoint(tmp_path), tmp_path / "system.pem"
+    system.write_text(endpoint(tmp_path / "other").ca_pem + "\n\n")
+    monkeypatch.setattr("coordinator.cli.commands.clients.trust_ca.BUNDLES", (str(tmp_path / "none"), str(system)))
     assert find_bundle(tmp_path, made.ca_pem) is None
     bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
     assert find_bundle(tmp_path, made.ca_pem) == str(bundle)
-    assert bundle.read_text().endswith(made.ca_pem)
-    assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
+    assert bundle.read_text() == f"{system.read_text().rstrip()}\n{made.ca_pem}"
+    assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] == 2
+    system.unlink()
+    assert write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080").read_text() == made.ca_pem
 
 
 def test_the_endpoint_that_was_trusted_last_is_the_default(tmp_path: Path):
