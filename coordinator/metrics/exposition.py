@@ -31,10 +31,16 @@ class SnapshotCollector(Collector):
 
 
 def render_metrics(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
-    """Render metrics in the format that an Accept header requests. Return the bytes and their content type."""
+    """Render metrics in the format that an Accept header requests. Return the bytes and their content type.
+
+    A header with a version that is no number counts as empty.
+    """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(collected))
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # it compares parts of the version with numbers
+        encode, content_type = choose_encoder("")
     return encode(registry), content_type
 
 

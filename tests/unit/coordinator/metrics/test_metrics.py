@@ -63,6 +63,14 @@ def test_prometheus_and_openmetrics_formats_have_equal_values(picture: Any):
     assert b"_created" not in newer
 
 
+@pytest.mark.parametrize("version", ["abc", "1.x", "-", "1..0", "\u00b2"])
+@pytest.mark.parametrize("media", ["application/openmetrics-text", "text/plain"])
+def test_a_version_that_is_no_number_has_the_plain_format(media: str, version: str):
+    text, kind = render_metrics(collect_families(POOL, pool_picture()), f"{media};version={version}")
+    assert kind.startswith("text/plain")
+    assert samples(text.decode())
+
+
 @pytest.mark.parametrize("picture", PICTURES)
 def test_every_family_has_series_where_everything_has_happened(picture: Any):
     families: Any = NODE if isinstance(picture, NodeSnapshot) else POOL
