@@ -191,9 +191,9 @@ def test_system_probes_the_coordinator_while_a_response_is_silent(tmp_path: Path
         response = send_request(session.select_coordinator(), "GET", "/api/v1/logs")
         port = int(session.get_url_and_key()[0].rpartition(":")[2])
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-        (timer,) = [row[5] for row in rows if int(row[2].rpartition(":")[2], 16) == port]
+        (timer,) = [row[5] for row in rows if row[3] == "01" and int(row[2].rpartition(":")[2], 16) == port]
         response.close()
-    assert timer.startswith("02:"), "2 is the timer of keep-alive probes"
+    assert timer.startswith("02:"), "2 is the timer of keep-alive probes; the state 1 is an open connection"
 
 
 def test_connection_that_the_system_ended_is_not_reachable():

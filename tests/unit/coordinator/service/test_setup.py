@@ -132,6 +132,13 @@ def test_a_service_with_spaces_in_its_paths_is_found_again(tmp_path: Path, platf
     assert gone["kept"][0] == wanted.state
 
 
+@pytest.mark.parametrize(
+    ("program", "state"), [(("x", "--state", "a b", "--lan"), "a b"), (("x", "--state"), ""), ((), "")]
+)
+def test_the_state_folder_is_the_word_after_its_option(program: tuple[str, ...], state: str):
+    assert setup.ExistingUnit(program=program).state == state
+
+
 @BOTH
 def test_a_folder_of_models_is_no_state_folder(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
