@@ -1,6 +1,7 @@
 """Routes of API keys: creation, limits, name, expiry, rotation, revocation and usage."""
 
 from collections.abc import Mapping
+from datetime import date
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,7 +22,7 @@ from router.worker_thread import encoded_list, run_in_worker
 
 MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
-Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
+Since = Annotated[str, Query(pattern=r"^([0-9]{4}-[0-9]{2}-[0-9]{2})?$")]
 """Query parameter: first day of the usage (UTC), as `2026-01-31`; empty for all stored days."""
 LifetimeSeconds = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
 """Seconds from now until a key expires."""
@@ -190,10 +191,19 @@ class KeyRoutes:
         }
 
     async def _answer_usage(self, key: str | None, since: str, *, daily: bool) -> Response:
+        _check_day(since)
         self._admin.usage.record(self._traffic.usage)  # up to now
         sum_rows = self._admin.usage.prepare_sum(key, since, daily=daily)
         body = await run_in_worker(lambda: _encode_usage(sum_rows()))
         return Response(body, media_type="application/json")
+
+
+def _check_day(day: str) -> None:
+    """Raise `ProblemError` (400) for a text such as `2026-02-30`, which would include other days or none."""
+    try:
+        date.fromisoformat(day or "2000-01-01")
+    except ValueError:
+        raise ProblemError(build_invalid(f"since: {day} is not a day of the calendar", "since")) from None
 
 
 def _encode_usage(answer: dict[str, Any]) -> bytes:

@@ -133,7 +133,9 @@ async def test_usage_is_summed_by_key_and_model(built: Application, admin: httpx
         }
     ]
     assert (await admin.get("/api/v1/keys/usage?since=2999-01-01")).json()["usage"] == []
-    assert (await admin.get("/api/v1/keys/usage?since=yesterday")).status_code == 400
+    for day in ("yesterday", "2026-02-30", "2026-13-01", "0000-01-01", "\u0662\u0660\u0662\u0666-01-01"):
+        wrong = await admin.get("/api/v1/keys/usage", params={"since": day})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "since"), day
     other = await make(admin, "other")
     async with client(built, made["key"]) as one, client(built, other["key"]) as two:
         assert (await one.get("/api/v1/usage")).json()["usage"] == rows
