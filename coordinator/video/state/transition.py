@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import Action, ReleaseLease, SaveJob
+from coordinator.video.state.events import Action, ExpireFiles, ReleaseLease, SaveJob
 from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_state
 from wire.video import ReleaseCause
@@ -69,7 +69,8 @@ class Transition:
     def fail_job(self, job: VideoJob, code: str, message: str) -> None:
         """Fail an open job with this code and message. Raise `IllegalTransitionError` if the job has ended.
 
-        The generation of the job grows, so that a lease that its node still holds belongs to no job.
+        The generation of the job grows, so that a lease that its node still holds belongs to no job. Files that were
+        being fetched are removed.
         """
         self.put_job(
             change_state(
@@ -81,6 +82,8 @@ class Transition:
                 ended=self.now,
             )
         )
+        if job.state == JobState.FINALIZING:
+            self.actions.append(ExpireFiles(job.id))
 
     def requeue_job(self, job: VideoJob, phase: str) -> None:
         """Put a leasing or running job back to its position in the queue, with `phase` as the reason.

@@ -126,7 +126,6 @@ def _apply_fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
         )
     else:
         turn.fail_job(job, event.fault.code, event.fault.message)
-        turn.actions.append(ExpireFiles(job.id))
     turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
     apply_retention(turn)
 
@@ -137,7 +136,6 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
         return
     if job.state == JobState.FINALIZING:
         turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
-        turn.actions.append(ExpireFiles(job.id))
     turn.release_hold(job.lease, ReleaseCause.CANCELLED)
     turn.fail_job(job, JobFaultCode.CANCELLED, message)
 

@@ -667,8 +667,23 @@ def test_overdue_fetch_fails_the_job():
     story.now += 99
     assert (story.tell(JobTick()), story.job(1).state) == ([], JobState.FINALIZING)
     story.now += 1
-    assert story.tell(JobTick()) == []
+    assert story.tell(JobTick()) == [ExpireFiles("video_1")]
     assert (story.job(1).fault or JobFault("", "")).code == "artifact_lost"
+
+
+@pytest.mark.parametrize("how", ["report", "removal", "contradiction"])
+def test_files_of_a_job_that_fails_during_their_fetch_are_removed(how: str):
+    story = Story()
+    job = story.running()
+    story.end(job)
+    if how == "report":
+        story.report("a")
+        actions = story.report("a")
+    elif how == "removal":
+        actions = story.tell(NodeRemoved("a"))
+    else:
+        actions = story.end(job, "worker_crashed")
+    assert (story.job(1).state, ExpireFiles("video_1") in actions) == (JobState.FAILED, True)
 
 
 def test_nothing_follows_an_end():
