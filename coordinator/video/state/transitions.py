@@ -137,6 +137,8 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
     if job.state == JobState.FINALIZING:
         turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
     turn.release_hold(job.lease, ReleaseCause.CANCELLED)
+    if job.away:  # a node without a link confirms nothing; one that returns with the lease must release it
+        turn.holds.pop(job.lease, None)
     turn.fail_job(job, JobFaultCode.CANCELLED, message)
 
 

@@ -387,6 +387,17 @@ def test_delete_keeps_the_lease_until_the_node_confirms_its_end():
     assert story.board.holds == {}
 
 
+@pytest.mark.parametrize("end", [JobCancelled("video_1"), JobDeleted("video_1")])
+def test_a_cancelled_job_of_an_absent_node_keeps_no_lease(end: Event):
+    story = Story()
+    job = story.running()
+    story.tell(NodeAway("a"))
+    story.tell(end)
+    assert story.board.holds == {}
+    superseded = ReleaseLease("a", job.lease, job.generation, ReleaseCause.SUPERSEDED)
+    assert story.report("a", state_of(job)) == [superseded], "it returns with the lease"
+
+
 def test_late_files_of_a_deleted_job_are_removed():
     story = Story()
     story.end(story.running())
