@@ -2,6 +2,7 @@
 
 from dataclasses import replace as changed
 
+import msgspec
 from msgspec.structs import replace
 
 from coordinator.video.state.events import FetchFiles, LeasesReported, RecordPeak, ReleaseLease
@@ -11,6 +12,10 @@ from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
+ClipProperty = str | float | bool | list[str] | None
+"""Value of a property of a clip in `LeaseEnded.made`."""
+MAX_MADE_BYTES = 4096
+"""Maximum bytes of the properties of a clip (`LeaseEnded.made`). Longer ones are not stored."""
 MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
 report may precede the request."""
@@ -70,7 +75,7 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
     if job is None or not job.open or job.state == JobState.QUEUED:
         turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
         return
-    job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_decode_text(frame.made))
+    job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_check_properties(frame.made))
     if frame.code == LeaseEndCode.COMPLETED:
         if job.state == JobState.LEASING:  # its grant was not received
             job = change_state(job, JobState.IN_PROGRESS)
@@ -103,10 +108,13 @@ def _find_fetching_job(turn: Transition, node: str, frame: LeaseEnded) -> VideoJ
     return None
 
 
-def _decode_text(encoded: bytes) -> str:
+def _check_properties(made: bytes) -> str:
+    """Return the properties of a clip as text; empty unless they are a JSON object of `ClipProperty` with at most
+    `MAX_MADE_BYTES`."""
     try:
-        return encoded[:4096].decode()
-    except UnicodeDecodeError:
+        msgspec.json.decode(made, type=dict[str, ClipProperty])
+        return made.decode() if len(made) <= MAX_MADE_BYTES else ""
+    except (msgspec.DecodeError, UnicodeDecodeError):
         return ""
 
 

@@ -128,6 +128,27 @@ def test_job_runs_from_queue_to_files():
     assert told["expires_at"] == int(story.now + 86400)
 
 
+@pytest.mark.parametrize(
+    ("made", "shown"),
+    [
+        (
+            b'{"frames":49,"fps":16.5,"files":["video.mp4"],"seed":null}',
+            {"frames": 49, "fps": 16.5, "files": ["video.mp4"], "seed": None},
+        ),
+        (b'{"frames":', None),
+        (b'{"a":%s}' % (b"[" * 1500 + b"]" * 1500), None),
+        (b"[49]", None),
+        (b'{"a":"\xff"}', None),
+        (b'{"a":"%s"}' % (b"x" * 4088), {"a": "x" * 4088}),
+        (b'{"a":"%s"}' % (b"x" * 4089), None),
+    ],
+)
+def test_only_a_short_json_object_is_shown_as_the_properties_of_a_clip(made: bytes, shown: object):
+    story = Story()
+    story.end(story.running(), made=made)
+    assert to_row(story.job(1))["made"] == shown
+
+
 def test_progress_and_peak_of_a_job_never_fall_and_its_phase_and_step_are_the_newest():
     story = Story()
     job = story.running()
