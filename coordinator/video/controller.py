@@ -34,6 +34,7 @@ from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
+from wire.node_state import LINKED
 from wire.refusals import FailureCode
 from wire.state_machine import IllegalEventCounts, IllegalEventError, StateMachine
 
@@ -198,13 +199,10 @@ class VideoController:
         self.view = view
         for node in view.nodes:
             self._permissions.send_to(node)
-            if (
-                node.reported_at
-                and self._reported_at.get(node.id) != node.reported_at
-                and self._is_report_relevant(node)
-            ):
+            if self._reported_at.get(node.id, 0.0) != node.reported_at and self._is_report_relevant(node):
                 self._reported_at[node.id] = node.reported_at
-                self.apply_event(events.LeasesReported(node.id, node.video.leases))
+                if node.state in LINKED:  # a report of any other node is older than the end of its link
+                    self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
             self._try_placement()
             self._process_events()

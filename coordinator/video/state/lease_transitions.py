@@ -47,7 +47,7 @@ def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
         return
     if job.state != JobState.LEASING:
         return
-    turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
+    turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True, misses=0)
     turn.put_job(
         change_state(
             replace(job, room_by=None),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from coordinator.video import job_files, job_timer
 from coordinator.video.controller import VideoController
@@ -20,7 +21,7 @@ from tests.unit.coordinator.video.state.test_lease_placement import a_node
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventCounts
-from wire.video import Artifact, ReleaseCause
+from wire.video import Artifact, LeaseState, ReleaseCause
 
 CLIP = b"a clip"
 ARTIFACT = Artifact("video.mp4", len(CLIP), hashlib.sha256(CLIP).digest())
@@ -194,3 +195,23 @@ async def test_a_deletion_ends_a_fetch_in_progress_and_removes_its_part(cluster:
         while folder.exists():  # noqa: ASYNC110  a thread removes it
             await asyncio.sleep(0.005)
     assert cluster.fetches == 1
+
+
+async def test_a_report_that_is_published_after_the_end_of_its_link_does_not_end_the_wait_for_the_node(
+    cluster: Cluster,
+):
+    """A large cluster publishes reports in batches, also those that arrived before the link ended."""
+    job = await cluster.submit()
+    lease = cluster.frames[-1]
+    assert isinstance(lease, LeaseRequest)
+    cluster.controller.handle_frame(NODE, LeaseGranted(lease.lease, lease.generation))
+    cluster.controller.handle_node_gone(NODE)
+    due = cluster.find(job).due
+    report = LeaseState(lease.lease, lease.generation, job.id, lease.size, "denoising")
+    video = replace(a_node(NODE).video, leases=(report,))
+    cluster.controller.apply_view(ClusterView((a_node(NODE, state="lost", reported_at=5.0, video=video),)))
+    assert (cluster.find(job).away, cluster.find(job).due) == (True, due)
+    cluster.controller.apply_view(ClusterView((a_node(NODE, state="joining", reported_at=5.0, video=video),)))
+    assert cluster.find(job).away, "the report is older than the new link"
+    cluster.controller.apply_view(ClusterView((a_node(NODE, reported_at=6.0, video=video),)))
+    assert not cluster.find(job).away

@@ -334,6 +334,8 @@ def test_reports_before_the_answer_to_a_request_take_no_lease():
     assert story.board.holds[job.lease].generation == job.generation
     story.grant(job)
     assert story.board.holds[job.lease].granted
+    story.report("a")
+    assert story.job(1).state == JobState.IN_PROGRESS, "a report may be older than the grant and published after it"
 
 
 def test_a_waiting_job_is_stored_only_when_its_state_changes():
