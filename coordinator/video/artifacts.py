@@ -13,6 +13,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import structlog
 
@@ -40,6 +41,9 @@ DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errnos of a disk or quota without space."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
 """Function that yields the newest bytes of a node's source: node, name of the source, maximum bytes.
@@ -95,7 +99,7 @@ class ArtifactFolder:
         folder = self.get_folder(job.id)
         beside = folder / f"{artifact.name}.part"
         try:
-            await asyncio.to_thread(create_private_folder, folder)
+            await _call_in_thread(create_private_folder, folder)
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, reported=artifact.size)
@@ -103,7 +107,7 @@ class ArtifactFolder:
                     JobFaultCode.ARTIFACT_BROKEN,
                     f"{artifact.name} came with {size} of {artifact.size} bytes, or a wrong checksum",
                 )
-            await asyncio.to_thread(_publish_file, beside, folder / artifact.name)
+            await _call_in_thread(_publish_file, beside, folder / artifact.name)
         except OSError as error:
             log.exception("artifact not stored", job=job.id, name=artifact.name)
             full = error.errno in DISK_FULL_ERRORS
@@ -125,8 +129,8 @@ class ArtifactFolder:
                 if size > artifact.size:
                     break
                 digest.update(piece)
-                await asyncio.to_thread(_write, descriptor, piece)
-            await asyncio.to_thread(sync_descriptor, descriptor)
+                await _call_in_thread(_write, descriptor, piece)
+            await _call_in_thread(sync_descriptor, descriptor)
         except (LookupError, TimeoutError) as error:
             raise FetchInterrupted(str(error) or "it stopped answering") from None
         finally:
@@ -175,6 +179,21 @@ def get_kind(name: str) -> str:
 def get_media_type(name: str) -> str:
     """Return the media type of a file by its suffix. Raise `KeyError` for a suffix that is not in `SUFFIXES`."""
     return SUFFIXES[Path(name).suffix][1]
+
+
+async def _call_in_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function in a thread, and wait for its end also if the caller is cancelled.
+
+    Otherwise the call could write to a closed descriptor, whose number another file has by then.
+    """
+    call = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(call)
+    except asyncio.CancelledError:
+        while not call.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([call])
+        raise
 
 
 def _write(descriptor: int, piece: bytes) -> None:

@@ -3,6 +3,8 @@
 import asyncio
 import errno
 import hashlib
+import os
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -196,3 +198,29 @@ async def test_files_are_found_by_their_kind_and_unknown_ones_removed(tmp_path: 
     assert sorted(file.name for file in (tmp_path / "files").iterdir()) == ["other", "video_1"]
     await asyncio.gather(folder.remove_files("video_1"), folder.remove_files("video_9"), folder.remove_files("../x"))
     assert [file.name for file in (tmp_path / "files").iterdir()] == ["other"]
+
+
+async def test_a_cancelled_fetch_keeps_its_file_open_until_the_write_in_progress_ends(
+    folder: ArtifactFolder, monkeypatch: pytest.MonkeyPatch
+):
+    """Another file may get the number of a closed descriptor."""
+    loop, writes, may_write = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    part = folder.get_folder(JOB.id) / "clip.mp4.part"
+    targets: list[bool] = []
+
+    def write_late(descriptor: int, piece: bytes) -> None:
+        loop.call_soon_threadsafe(writes.set)
+        assert may_write.wait(30)
+        targets.append(os.path.samestat(os.fstat(descriptor), part.stat()))
+
+    monkeypatch.setattr(artifacts, "_write", write_late)
+    fetch = asyncio.create_task(folder.fetch_files(JOB, (an_artifact("clip.mp4"),)))
+    await asyncio.wait_for(writes.wait(), 30)
+    for _ in range(2):  # a second cancellation, as at the end of the process, changes nothing
+        fetch.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not fetch.done()
+    may_write.set()
+    await asyncio.wait([fetch])
+    assert (fetch.cancelled(), targets) == (True, [True])
