@@ -37,6 +37,7 @@ from wire.identity import NodeId
 from wire.node_state import LINKED
 from wire.refusals import FailureCode
 from wire.state_machine import IllegalEventCounts, IllegalEventError, StateMachine
+from wire.video import ReleaseCause
 
 log = structlog.get_logger("coordinator.video")
 
@@ -291,6 +292,9 @@ class VideoController:
                 self.records.put_job(job)
             case events.RequestLease(job):
                 self._request_lease(job)
+            case events.ReleaseLease(node, lease, generation, ReleaseCause.ACKNOWLEDGED as cause):
+                acknowledgement = LeaseRelease(lease, generation, cause)  # the node then deletes the end and the files
+                self.records.call_when_stored(lambda: self._send(NodeId(node), acknowledgement))
             case events.ReleaseLease(node, lease, generation, cause):
                 self._send(NodeId(node), LeaseRelease(lease, generation, cause))
             case events.FetchFiles(job, artifacts):

@@ -1,7 +1,7 @@
 """Records of jobs and of measured memory on disk. While the disk takes no changes, `flush` fails; open jobs run on."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import structlog
@@ -77,6 +77,16 @@ class JobRecords:
         database could not be opened for a change.
         """
         return self._store.flush()
+
+    def call_when_stored(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once all changes before this call are on disk; never if they cannot be written now."""
+
+        def call(stored: asyncio.Future[None]) -> None:
+            if stored.exception() is None:
+                callback()
+
+        with suppress(StoreError):
+            self.flush().add_done_callback(call)
 
     def close(self) -> None:
         """Write pending changes and close the file. A failed write is only logged: call `flush` first."""

@@ -2,19 +2,24 @@
 
 import asyncio
 import hashlib
+import sqlite3
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
+from coordinator.state.store_errors import StoreError
 from coordinator.video import job_files, job_timer
 from coordinator.video.controller import VideoController
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state.events import JobDeleted, LeasesReported
 from coordinator.video.state.jobs import JobState, VideoJob
+from coordinator.video.store import FILE
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
@@ -80,6 +85,12 @@ class Cluster:
         assert found is not None
         return found
 
+    async def until_sent(self, kind: type[Frame]) -> None:
+        async with asyncio.timeout(30):
+            while not isinstance(self.frames[-1], kind):
+                self.changed.clear()
+                await self.changed.wait()
+
     async def until_fetches(self, count: int) -> None:
         async with asyncio.timeout(30):
             while self.fetches < count:
@@ -106,10 +117,7 @@ async def test_an_interrupted_fetch_is_repeated_until_the_files_are_here(cluster
     cluster.fails = 2
     job = await cluster.finish()
     assert job.state == JobState.FINALIZING
-    async with asyncio.timeout(30):
-        while not isinstance(cluster.frames[-1], LeaseRelease):
-            cluster.changed.clear()
-            await cluster.changed.wait()
+    await cluster.until_sent(LeaseRelease)
     assert (cluster.fetches, cluster.find(job).state) == (3, JobState.COMPLETED)
     assert cluster.frames[-1] == LeaseRelease(job.lease, job.generation, ReleaseCause.ACKNOWLEDGED)
     assert (tmp_path / "videos" / job.id / ARTIFACT.name).read_bytes() == CLIP
@@ -215,3 +223,42 @@ async def test_a_report_that_is_published_after_the_end_of_its_link_does_not_end
     assert cluster.find(job).away, "the report is older than the new link"
     cluster.controller.apply_view(ClusterView((a_node(NODE, reported_at=6.0, video=video),)))
     assert not cluster.find(job).away
+
+
+async def test_a_node_is_told_to_delete_its_files_only_after_the_end_of_the_job_is_on_disk(
+    cluster: Cluster, tmp_path: Path
+):
+    cluster.proceeds.clear()
+    job = await cluster.finish()
+    await cluster.controller.records.flush()
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # the next write waits for its end
+        cluster.proceeds.set()
+        async with asyncio.timeout(30):
+            while cluster.find(job).state != JobState.COMPLETED:  # noqa: ASYNC110  a thread writes the file
+                await asyncio.sleep(0.001)
+        cluster.controller.apply_event(LeasesReported(NODE, (LeaseState(job.lease, job.generation, phase="ended"),)))
+        assert [frame for frame in cluster.frames if isinstance(frame, LeaseRelease)] == []
+        other.execute("ROLLBACK")
+        await cluster.until_sent(LeaseRelease)
+        (record,) = other.execute("SELECT record FROM jobs").fetchone()
+    assert msgspec.json.decode(record, type=VideoJob) == cluster.find(job)
+    assert cluster.frames[-1] == LeaseRelease(job.lease, job.generation, ReleaseCause.ACKNOWLEDGED)
+
+
+async def test_a_node_keeps_its_files_while_the_end_of_the_job_cannot_be_stored(cluster: Cluster, tmp_path: Path):
+    cluster.proceeds.clear()
+    job = await cluster.finish()
+    await cluster.controller.records.flush()
+    with closing(sqlite3.connect(tmp_path / FILE)) as other:
+        other.execute("ALTER TABLE jobs RENAME TO away")
+        cluster.proceeds.set()
+        async with asyncio.timeout(30):
+            while not cluster.controller.records.count_unwritten():  # noqa: ASYNC110  a thread counts
+                await asyncio.sleep(0.001)
+        report = LeasesReported(NODE, (LeaseState(job.lease, job.generation, phase="ended"),))
+        cluster.controller.apply_event(report)
+        with pytest.raises(StoreError):
+            await cluster.controller.records.flush()
+        assert [frame for frame in cluster.frames if isinstance(frame, LeaseRelease)] == []
+        other.execute("ALTER TABLE away RENAME TO jobs")
