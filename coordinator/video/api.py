@@ -146,6 +146,7 @@ class VideoApp:
         if known is not None and not known.same:
             return Problem(409, "idempotency_key_reused", "this Idempotency-Key was used for another request")
         if known is not None:
+            await controller.wait_until_stored(known.job.id)
             return known.job
         wanted = admit_clip(
             parsed, controller.view, controller.table, controller.profiles, controller.settings, key.limits

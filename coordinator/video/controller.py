@@ -83,13 +83,15 @@ class VideoController:
         store = VideoStore(folder)
         self.records = JobRecords(store)
         """Records of the jobs on disk."""
-        self._files = JobFiles(self.artifacts, self.apply_event, self._is_finalizing)
+        self._files = JobFiles(self.artifacts, self.apply_event, lambda job: self.table.is_finalizing(job))
         self._permissions = VideoPermissions(send, enabled=settings.enabled)
         self._history = JobHistory(wall)
         self.view = ClusterView()
         """Newest view of the cluster."""
         self.table = JobTable(settings.rules, {job.id: job for job in store.jobs})
         """Table of all jobs and of the memory that nodes hold for them."""
+        self._storing: dict[str, asyncio.Future[None]] = {}
+        """New jobs that are not on disk yet, with the futures of their writes."""
         self._sequence = max((job.sequence for job in store.jobs), default=0)
         self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
@@ -144,15 +146,23 @@ class VideoController:
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
         self.records.put_job(job)
-        stored = self.records.flush()
+        self._storing[job.id] = self.records.flush()
         self.apply_event(events.JobSubmitted(job))
         try:
-            await asyncio.shield(stored)  # a client that disconnects must not cancel the write
+            await self.wait_until_stored(job.id)
         except StoreError:
             self._history.mark_refused(job.id)
             self.apply_event(events.JobDeleted(job.id))
             raise
+        finally:
+            del self._storing[job.id]
         return self.table.jobs.get(job.id, job)
+
+    async def wait_until_stored(self, job: str) -> None:
+        """Wait until a job of `submit_job` is on disk. Return at once for any other job. Raise `StoreError` if the job
+        cannot be stored."""
+        if (stored := self._storing.get(job)) is not None:
+            await asyncio.shield(stored)  # a client that disconnects must not cancel the write
 
     async def cancel_job(self, job: str) -> None:
         """Cancel a job unless it has ended or is unknown, release its lease, and wait until the change is on disk.
@@ -315,8 +325,3 @@ class VideoController:
                 job.lease, job.generation, FailureCode.LINK_LOST, why, retry_after=RETRY_SECONDS, waiting_for=why
             )
             self._events.append(events.LeaseAnswered(job.node, refused))
-
-    def _is_finalizing(self, job: VideoJob) -> bool:
-        """Return whether a job of this generation still waits for its files."""
-        now = self.table.jobs.get(job.id)
-        return now is not None and (now.state, now.generation) == (JobState.FINALIZING, job.generation)

@@ -5,6 +5,7 @@ import asyncio
 import errno
 import hashlib
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +353,23 @@ async def test_a_job_that_cannot_be_stored_does_not_run(tmp_path: Path):
             assert list(one.conductor.table.jobs) == [stored]
             await one.port.until(lambda: not one.conductor.table.holds)
         await one.port.until(lambda: {lease.phase for lease in one.peer.leases.values()} <= {"ended"})
+
+
+async def test_a_repeated_request_is_confirmed_only_after_its_job_is_on_disk(tmp_path: Path):
+    async with pool(tmp_path, peer={"muted": True}) as one, one.http() as http:
+        await http.delete(f"/v1/videos/{await asked(one)}")
+        with closing(sqlite3.connect(tmp_path / "state" / FILE, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")  # the next write waits for its end
+            headers, body = {"Idempotency-Key": "again"}, {"prompt": "x"}
+            requests = [asyncio.create_task(http.post("/v1/videos", json=body, headers=headers)) for _ in range(2)]
+            await one.port.until(lambda: one.conductor.table.jobs)
+            await one.port.until(lambda: len(one.peer.of(LeaseRequest)) == 2)
+            assert [request.done() for request in requests] == [False, False]
+            other.execute("ALTER TABLE jobs RENAME TO away")
+            other.execute("COMMIT")
+        answers = await asyncio.gather(*requests)
+        assert [answer.status_code for answer in answers] == [503, 503]
+        assert not one.conductor.table.jobs
 
 
 async def test_a_stored_job_whose_next_state_cannot_be_stored_is_confirmed(tmp_path: Path):
