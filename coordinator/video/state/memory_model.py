@@ -186,12 +186,17 @@ def round_frames(frames: int, step: int) -> int:
     return max(step, step * math.ceil((frames - 1) / step)) + 1
 
 
+def round_max_frames(max_frames: int, step: int) -> int:
+    """Return the largest number of frames, at most `max_frames`, that the decoder can produce (`round_frames`)."""
+    return (max_frames - 1) // step * step + 1
+
+
 def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
     """Return the highest frame rate (frames per second) at which a clip of `seconds` has at most `max_frames` frames.
 
     The decoder can produce one frame more than each multiple of `step`. Return None for a rate below `MIN_FPS`.
     """
-    fps = ((max_frames - 1) // step * step + 1) // seconds
+    fps = round_max_frames(max_frames, step) // seconds
     return fps if fps >= MIN_FPS else None
 
 
@@ -232,24 +237,25 @@ def _plan_frame(width: int, height: int, limits: ClipLimits, token: int) -> tupl
 
 
 def _plan_frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | ClipRefusal:
+    most = round_max_frames(limits.frames, step)
     if request.frames is not None:
         if request.seconds is not None:
             return ClipRefusal("frames", "frames and seconds say the same in two ways: give one of them")
         frames = round_frames(request.frames, step)
-        if request.frames < 1 or frames > limits.frames:
-            return ClipRefusal("frames", f"frames must be 1 to {limits.frames}, not {request.frames}")
+        if request.frames < 1 or frames > most:
+            return ClipRefusal("frames", f"frames must be 1 to {most}, not {request.frames}")
         return frames
     seconds = DEFAULT_SECONDS if request.seconds is None else request.seconds
     if seconds < 1:
         return ClipRefusal("seconds", f"seconds must be 1 or more, not {seconds}")
     frames = round_frames(seconds * fps, step)
-    if frames <= limits.frames:
+    if frames <= most:
         return frames
     fitting = find_fitting_fps(seconds, limits.frames, step)
-    rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // MIN_FPS} s are possible at most"
+    rather = f"fps {fitting} would fit" if fitting else f"{most // MIN_FPS} s are possible at most"
     return ClipRefusal(
         "seconds",
-        f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: {rather}",
+        f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {most}: {rather}",
     )
 
 

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from coordinator.video.state.memory_model import (
     FIRST_MEASURED_PROFILE,
     MAX_SIDE,
+    MIN_FPS,
     MIN_SIDE,
     Clip,
     ClipLimits,
@@ -165,10 +166,20 @@ def test_refusal_of_a_long_clip_names_a_frame_rate_that_fits(seconds: int, fps: 
     assert isinstance(plan_clip(ClipRequest(seconds=seconds, fps=fps + 1), ClipLimits(), A14B, 20), ClipRefusal)
 
 
-def test_where_no_rate_fits_the_longest_is_named():
-    found = plan_clip(ClipRequest(seconds=500), ClipLimits(), A14B, 20)
-    assert isinstance(found, ClipRefusal)
-    assert "30 s are possible at most" in found.message
+@pytest.mark.parametrize(("limit", "frames", "seconds"), [(121, 121, 30), (120, 117, 29), (5, 5, 1)])
+def test_refusal_names_the_most_frames_and_the_longest_clip_that_are_possible(limit: int, frames: int, seconds: int):
+    def plan(wish: ClipRequest) -> Clip | ClipRefusal:
+        return plan_clip(wish, ClipLimits(limit), A14B, 20)
+
+    assert isinstance(plan(ClipRequest(frames=frames)), Clip)
+    assert plan(ClipRequest(frames=frames + 1)) == ClipRefusal(
+        "frames", f"frames must be 1 to {frames}, not {frames + 1}"
+    )
+    refusal = plan(ClipRequest(seconds=500))
+    assert isinstance(refusal, ClipRefusal)
+    assert refusal.message.endswith(f"a clip may have {frames}: {seconds} s are possible at most")
+    assert isinstance(plan(ClipRequest(seconds=seconds, fps=MIN_FPS)), Clip)
+    assert isinstance(plan(ClipRequest(seconds=seconds + 1, fps=MIN_FPS)), ClipRefusal)
 
 
 @given(st.integers(1, 200), st.integers(5, 500), st.sampled_from([4, 8]))
