@@ -83,7 +83,7 @@ class VideoController:
         store = VideoStore(folder)
         self.records = JobRecords(store)
         """Records of the jobs on disk."""
-        self._files = JobFiles(self.artifacts, self.apply_event, lambda job: self.table.is_finalizing(job))
+        self._files = JobFiles(self.artifacts, self.apply_event)
         self._permissions = VideoPermissions(send, enabled=settings.enabled)
         self._history = JobHistory(wall)
         self.view = ClusterView()

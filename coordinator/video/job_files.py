@@ -20,18 +20,16 @@ again."""
 class JobFiles:
     """Fetches and removals in progress. `on_result` receives the result of a fetch.
 
-    `is_awaited` returns whether a job still waits for its files; an interrupted fetch is repeated only then.
+    An interrupted fetch is repeated until `start_removal` cancels it.
     """
 
     def __init__(
         self,
         artifacts: ArtifactFolder,
         on_result: Callable[[FilesFetched | FilesLost], None],
-        is_awaited: Callable[[VideoJob], bool],
     ) -> None:
         self._artifacts = artifacts
         self._on_result = on_result
-        self._is_awaited = is_awaited
         self._loop = asyncio.get_running_loop()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._removing: set[asyncio.Task[Any]] = set()
@@ -63,8 +61,6 @@ class JobFiles:
             except FetchInterrupted as interrupted:
                 log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
             await asyncio.sleep(RETRY_SECONDS)
-            if not self._is_awaited(job):
-                return
         if isinstance(result, JobFault):
             self._on_result(FilesLost(job.id, job.generation, result))
         else:

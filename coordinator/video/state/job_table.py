@@ -105,8 +105,3 @@ class JobTable:
     def find_hold(self, node: str) -> LeaseHold | None:
         """Return the lease hold of a node; None if the node has none."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)
-
-    def is_finalizing(self, job: VideoJob) -> bool:
-        """Return whether a job of this generation still waits for its files."""
-        now = self.jobs.get(job.id)
-        return now is not None and (now.state, now.generation) == (JobState.FINALIZING, job.generation)
