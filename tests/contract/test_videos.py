@@ -156,6 +156,7 @@ async def test_pages_of_ones_own_videos(tmp_path: Path):
         page = await client.videos.list(limit=2, after=ids[3])
         assert [video.id for video in page.data] == [ids[2], ids[1]]
         assert page.has_more
+        assert not (await client.videos.list(limit=2, after=ids[2])).has_more, "the last two"
         assert [video.id async for video in other.videos.list()] == []
         async with one.http() as http:
             limits = ("0", "101", "x", "9999999999999", "0000000050999", "000000005" + 5000 * "0")
@@ -233,6 +234,16 @@ async def test_one_range_is_sent_and_nothing_more(tmp_path: Path):
             assert (await http.get(url, headers=headers)).status_code == status
         head = await http.head(url, headers={"range": "bytes=0-9"})
         assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
+
+
+async def test_content_whose_file_was_removed_by_hand_is_not_found(tmp_path: Path):
+    async with pool(tmp_path) as one, one.sdk() as client, one.http() as http:
+        video = await made(one, client)
+        url = f"/v1/videos/{video.id}/content"
+        assert (await http.get(url)).headers["cache-control"] == "private"
+        (one.conductor.artifacts.get_folder(video.id) / "video.mp4").unlink()
+        answer = await http.get(url)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "video_not_found")
 
 
 async def test_content_of_a_missing_video_or_variant_is_refused(tmp_path: Path):

@@ -18,6 +18,7 @@ from coordinator.video import job_files, job_timer
 from coordinator.video.controller import VideoController
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state.events import JobDeleted, LeasesReported
+from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import JobState, VideoJob
 from coordinator.video.store import FILE
 from router.placement.cluster_view import ClusterView
@@ -149,10 +150,19 @@ async def test_jobs_are_listed_newest_first_and_a_closed_controller_leaves_no_ta
     await cluster.until_fetches(1)
     await cluster.controller.close()
     assert asyncio.all_tasks() == others
+    unknown = tmp_path / "videos" / "video_unknown"
+    unknown.mkdir(parents=True)
     again = Cluster(tmp_path)
+    assert not unknown.exists(), "a crash left files of no job"
     assert [job.sequence for job in again.controller.list_jobs()] == [2, 1]
     assert (await again.submit()).sequence == 3
     await again.controller.close()
+
+
+async def test_holds_are_listed_oldest_first(cluster: Cluster):
+    holds = [LeaseHold(lease, lease, 1, "", 1, since) for lease, since in (("new", 3.0), ("old", 1.0), ("mid", 2.0))]
+    cluster.controller.table = JobTable(holds={hold.lease: hold for hold in holds})
+    assert [hold.lease for hold in cluster.controller.list_holds()] == ["old", "mid", "new"]
 
 
 async def test_a_removal_that_has_ended_is_not_kept(cluster: Cluster, tmp_path: Path):
@@ -181,6 +191,9 @@ async def test_the_job_table_is_checked_often_while_a_node_holds_the_lease_of_an
             await checked.wait()
         checked.clear()
     await cluster.controller.close()
+    checked.clear()
+    await asyncio.sleep(0.02)  # twenty times the pause
+    assert not checked.is_set(), "a closed controller checks nothing"
 
 
 async def test_a_fetch_is_repeated_after_a_pause_only(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):

@@ -1,9 +1,12 @@
+import asyncio
+from collections.abc import MutableMapping
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.video import file_response
 from coordinator.video.file_response import ByteRange, parse_range, send_file
 from coordinator.video.state.jobs import StoredFile
 from router.errors import Problem
@@ -54,3 +57,22 @@ async def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path):
     with pytest.raises(OSError, match=r"video\.mp4"):
         await send_file(exchange, tmp_path / "video.mp4", StoredFile("video.mp4", 6, "ab"))
     assert sent == []
+
+
+async def test_a_client_that_stops_reading_ends_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(file_response, "CHUNK_TIMEOUT_SECONDS", 0.01)
+    file = tmp_path / "video.mp4"
+    file.write_bytes(b"a clip")
+
+    async def receive() -> dict[str, object]:
+        return {}
+
+    async def send(message: MutableMapping[str, object]) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    exchange = Exchange({"method": "GET", "path": "/", "headers": []}, receive, send)
+    async with asyncio.timeout(30) as limit:
+        with pytest.raises(TimeoutError):
+            await send_file(exchange, file, StoredFile(file.name, 6, "ab"))
+    assert not limit.expired()

@@ -125,6 +125,7 @@ def test_job_runs_from_queue_to_files():
     assert story.tell(FilesFetched("video_1", 1, FILES)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)]
     told = to_row(story.job(1))
     assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
+    assert told["wall_seconds"] == 9.0
     assert told["expires_at"] == int(story.now + 86400)
 
 
@@ -261,6 +262,19 @@ def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_f
     assert story.job(1).attempts == 2
 
 
+def test_a_job_that_starts_again_shows_no_progress_and_records_the_peak_of_its_last_worker():
+    story = Story(on_node_loss="requeue")
+    job = story.running()
+    story.report("a", state_of(job, progress=40, step=8, peak=99))
+    story.end(job, "worker_lost")
+    assert (story.job(1).progress, story.job(1).step, story.job(1).peak) == (0, 0, 99)
+    again = story.place()
+    story.grant(again)
+    recorded = story.end(again, peak=80)[0]
+    assert isinstance(recorded, RecordPeak)
+    assert recorded.peak == 80
+
+
 def test_returning_node_continues_its_job():
     story = Story()
     job = story.running()
@@ -376,6 +390,8 @@ def test_files_are_fetched_again_when_their_node_reports_them():
     story.end(job)
     assert story.report("a", state_of(job, "ended")) == []
     assert isinstance(story.end(job)[-1], FetchFiles)
+    ending = state_of(job, "ending")
+    assert story.report("b", ending) == [], "its release was ordered already"
     story.tell(FilesFetched("video_1", 1, FILES))
     assert story.end(job)[-1] == ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
 
@@ -599,6 +615,16 @@ def test_retention_deletes_the_oldest_files_and_keeps_the_record():
         story.tell(JobTick())
         assert story.job(5).expired is expired
     assert story.job(5).state == JobState.COMPLETED
+
+
+def test_retention_deletes_the_files_of_the_job_that_ended_first():
+    story = Story(keep_count=1)
+    first, second = story.running(1, "a"), story.running(2, "b")
+    for job in (second, first):
+        story.end(job)
+        story.tell(FilesFetched(job.id, 1, FILES))
+        story.now += 1
+    assert [story.job(number).expired for number in (1, 2)] == [False, True]
 
 
 def test_a_clock_that_is_ahead_for_a_moment_expires_no_files():
@@ -875,13 +901,18 @@ def test_a_cancelled_job_whose_files_are_fetched_acknowledges_its_end():
     assert story.job(1).state == JobState.FAILED
 
 
-@pytest.mark.parametrize(("asked", "pause"), [(0.5, MIN_PAUSE_SECONDS), (5.0, 5.0), (10**6, MAX_PAUSE_SECONDS)])
+@pytest.mark.parametrize(
+    ("asked", "pause"),
+    [(0.0, MAX_PAUSE_SECONDS), (0.5, MIN_PAUSE_SECONDS), (5.0, 5.0), (10**6, MAX_PAUSE_SECONDS)],
+)
 def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float):
     story = Story()
     story.submit(1)
     job = story.place("a")
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=asked)))
     assert story.board.pauses == {"a": story.now + pause}
+    story.tell(NodeAway("a"))
+    assert story.board.pauses == {}, "a node that returns may be asked at once"
 
 
 @pytest.mark.parametrize("wait", ["room", "lease", "start", "return", "files"])

@@ -194,6 +194,12 @@ def test_sides_are_rounded_up_by_less_than_a_token(pixels: int, token: int):
     assert 0 <= round_side(pixels, token) - pixels < token
 
 
+def test_a_frame_rate_of_zero_is_refused_and_is_not_the_default():
+    found = plan_clip(ClipRequest(fps=0), ClipLimits(), A14B, 20)
+    assert isinstance(found, ClipRefusal)
+    assert found.param == "fps"
+
+
 def test_frames_and_seconds_together_are_refused():
     found = plan_clip(ClipRequest(seconds=3, frames=49), ClipLimits(), A14B, 20)
     assert isinstance(found, ClipRefusal)
