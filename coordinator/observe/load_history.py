@@ -95,16 +95,15 @@ class LoadHistory:
     def add_reading(self, reading: LoadReading) -> None:
         """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps.
 
-        The first reading adds no point. Delete the points of nodes that are not in the reading.
+        The first reading adds no point. Readings are at least `INTERVAL_SECONDS` apart, also if the clock says less.
+        Delete the points of nodes that are not in the reading.
         """
         last, self._last = self._last, reading
         for node in self._nodes.keys() - reading.nodes.keys():
             del self._nodes[node]
         if last is None:
             return
-        elapsed = reading.at - last.at
-        if elapsed <= 0:  # the clock was set back
-            elapsed = INTERVAL_SECONDS
+        elapsed = max(INTERVAL_SECONDS, reading.at - last.at)  # less only if the clock was set back
         for _ in range(min(MAX_POINTS, round(elapsed / INTERVAL_SECONDS) - 1)):
             self._append_point({}, {})
         nodes = {

@@ -41,7 +41,7 @@ def test_totals_become_rates_of_the_time_between_two_readings():
     assert found["nodes"][B]["ttft_seconds"] == [None]
 
 
-@pytest.mark.parametrize("seconds", [INTERVAL_SECONDS, 0.8 * INTERVAL_SECONDS])
+@pytest.mark.parametrize("seconds", [INTERVAL_SECONDS, 1.25 * INTERVAL_SECONDS])
 def test_every_total_of_the_pool_is_the_sum_of_its_nodes_and_an_unchanged_one_has_the_rate_zero(seconds: float):
     history, values = LoadHistory(), {"prompt_tokens": 80, "generated_tokens": 40}
     totals = {A: load(0, first_tokens=2, first_token_seconds=3.0), B: load(0)}
@@ -92,6 +92,8 @@ def test_add_reading_fills_missed_intervals_with_gaps():
     history.add_reading(LoadReading(5.0, {A: load(70)}))  # the clock was set back
     assert rows(history)["pool"]["in_flight"][-2:] == [0, 0]
     assert rows(history)["pool"]["generated_tokens_per_second"][-1] == 7.0
+    history.add_reading(LoadReading(5.1, {A: load(170)}))  # the clock was set back by 9.9 s
+    assert rows(history)["pool"]["generated_tokens_per_second"][-2:] == [7.0, 10.0]
 
 
 def test_add_reading_of_a_reset_counter_gives_no_negative_rate():
