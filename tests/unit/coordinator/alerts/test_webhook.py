@@ -372,4 +372,7 @@ def test_a_message_is_sent_over_tls_to_trusted_servers_only(tmp_path: Path):
             else:
                 with pytest.raises(ssl.SSLCertVerificationError):
                     post_message(secure, b"{}", lambda *_: ["127.0.0.1"], given)
+            other = WebhookAddress(True, "hooks.example.com", address.port, "/")
+            with pytest.raises(ssl.SSLCertVerificationError):  # the certificate has the address, but not the name
+                post_message(other, b"{}", lambda *_: ["127.0.0.1"], given)
         assert len(got) == len(statuses)

@@ -102,8 +102,9 @@ async def test_event_log_ignores_other_loggers_and_accepts_odd_values():
     hub = EventLog()
     hub.add_event({"logger": "uvicorn.error", "event": "x"})
     hub.add_event({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
+    hub.add_event({"logger": "router.x", "event": "x", "number": 2})
     await settled()
-    assert parse_numbers(await all_of(hub.stream_events(None, 50, follow=False))) == [1]
+    assert parse_numbers(await all_of(hub.stream_events(None, 50, follow=False))) == [1, 2]
 
 
 async def test_event_values_cannot_break_a_log_line():

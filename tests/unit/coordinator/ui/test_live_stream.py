@@ -89,6 +89,15 @@ async def test_no_snapshot_is_made_without_a_viewer():
         looks = asyncio.Queue()
 
 
+async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "KEEPALIVE_SECONDS", 0.03)
+    stream = LiveStream(lambda: {"n": 1}).stream_events(lambda: True)
+    await soon(stream)
+    async with asyncio.timeout(30):
+        assert [await anext(stream) for _ in range(2)] == [b": still here\n\n"] * 2
+    await stream.aclose()
+
+
 async def test_live_stream_ends_for_a_revoked_key():
     state, welcome = {"n": 0}, [True]
     stream = LiveStream(lambda: state).stream_events(lambda: welcome[0])
