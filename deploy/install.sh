@@ -41,6 +41,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 
+case $source_of in
+    '' | . | .. | */* | *.whl) ;;
+    *) fail "--from $source_of could be a foreign package of that name: write ./$source_of" 2 ;;
+esac
 case $python in
     3.11 | 3.12 | 3.13 | 3.14 | 3.11.* | 3.12.* | 3.13.* | 3.14.*) ;;
     *) fail "macpool runs on Python 3.11 to 3.14, not $python" 2 ;;

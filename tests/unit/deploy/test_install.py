@@ -116,6 +116,7 @@ def test_a_script_outside_the_repository_installs_nothing_by_a_name(tmp_path: Pa
         (["--python", "3.9"], {}, 2, "3.11 to 3.14"),
         (["--no-such"], {}, 2, "unknown option"),
         (["--from"], {}, 2, "needs a value"),
+        (["--from", "macpool"], {}, 2, "write ./macpool"),
     ],
 )
 def test_where_it_cannot_be_installed(tmp_path: Path, arguments: list[str], answers: dict, code: int, says: str):
