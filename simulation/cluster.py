@@ -41,6 +41,8 @@ SLOTS = 20
 """Moments of a report period at which nodes report."""
 IDLE_SECONDS = 1.0
 """Seconds between two reports of an idle node, rounded to whole periods of reports, at least one."""
+DIAL_SECONDS = 0.5
+"""Seconds after which a Mac whose link was closed connects again, as the first pause of a node."""
 GIVE_UP_SECONDS = 3600.0
 """Virtual seconds after the duration of the scenario at which an open request counts as failed."""
 
@@ -244,6 +246,7 @@ class SimulatedPool:
                         self.contender.handle_lost_node(node, action.reason)
                 case CloseLink():
                     self._links.discard_held(node)
+                    self.loop.call_later(DIAL_SECONDS, self._dial, node, self.machines[node])
                 case PublishMember():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
@@ -312,7 +315,14 @@ class SimulatedPool:
         if self._links.end_silence(node):
             self.log.log_line(f"{node} reports again")
             return
-        self.machines[node].drop_requests()
+        self._dial(node, self.machines[node])
+
+    def _dial(self, node: NodeId, machine: SimulatedNode) -> None:
+        """Connect a node without a link again. Its requests end there. Ignore a silent node, and a process that has
+        crashed."""
+        if self.members[node].link or self._links.is_silent(node) or self.machines.get(node) is not machine:
+            return
+        machine.drop_requests()
         self._connect(node)
         self.log.log_line(f"{node} reconnects")
 

@@ -316,6 +316,18 @@ def test_lost_reports_cost_time_but_nothing_else():
     assert figures.first_refused <= 0.02
 
 
+def test_a_mac_that_is_lost_because_its_reports_are_lost_connects_again():
+    lines: list[str] = []
+    text = EQUALS.replace("seconds = 40", "seconds = 300\nreport_loss = 0.7").replace("rate = 8", "rate = 0.2")
+    figures, _ = run_scenario(
+        read_scenario(text.replace("bursts = 30", "bursts = 1")), "balanced", 1, NOWHERE, lines.append
+    )
+    states = [line.split(" ")[1:] for line in lines]
+    lost, back = states.count(["mini-1", "lost"]), states.count(["mini-1", "reconnects"])
+    assert lost == back > 0
+    assert figures.served > 0.9 * figures.fit
+
+
 def test_a_trace_is_played_as_it_was_recorded(tmp_path: Path):
     lines = '{"at": 0.5, "prompt": 100, "output": 10}\n{"at": 2, "prompt": 200, "output": 20, "session": "s"}\n'
     (tmp_path / "trace.jsonl").write_text(lines)
