@@ -19,8 +19,10 @@ from wire.units import parse_size
 
 MAX_NODES = 20_000
 """Maximum Macs of a scenario, and maximum of every field of type `Count`."""
-Positive = Annotated[float, Meta(gt=0)]
-NotNegative = Annotated[float, Meta(ge=0)]
+MAX_NUMBER = 1e9
+"""Maximum of every field of type `Positive` or `NotNegative`."""
+Positive = Annotated[float, Meta(gt=0, le=MAX_NUMBER)]
+NotNegative = Annotated[float, Meta(ge=0, le=MAX_NUMBER)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]
@@ -87,7 +89,7 @@ class Lengths(_StrictTable, frozen=True):
     """
 
     median: Positive
-    sigma: NotNegative = 1.0
+    sigma: Annotated[float, Meta(ge=0, le=10)] = 1.0
     least: NotNegative = 1.0
     most: Positive = 60_000.0
 
@@ -118,7 +120,7 @@ class LoadSpec(_StrictTable, frozen=True):
     """Tokens of an answer, limited to `max_tokens` and to a quarter of the context of the model."""
     max_tokens: Tokens | None = None
     """Limit of the answer that a request states, in tokens; None: requests state no limit."""
-    turns: Annotated[float, Meta(ge=1)] = 1.0
+    turns: Annotated[float, Meta(ge=1, le=MAX_NUMBER)] = 1.0
     """Average number of turns of a conversation that the context of the model does not end earlier."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
     """Seconds from an answer to the next turn."""

@@ -43,6 +43,9 @@ def test_a_scenario_is_read():
     [
         ("seconds = 10", "seconds = 0", r"`float` > 0.*\$\.seconds"),
         ("seconds = 10", "secnds = 10", "secnds"),
+        ("seconds = 10", "seconds = inf", r"`float` <= .*\$\.seconds"),
+        ("rate = 1", "rate = 1\nturns = inf", r"`float` <= .*\$\.load\[0\]\.turns"),
+        ("rate = 1", "rate = 1\nprompt = { median = 9, sigma = 1e5 }", r"`float` <= .*\$\.load\[0\]\.prompt\.sigma"),
         ("about", "about = [", "not valid TOML"),
         ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
         ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
