@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from simulation.cluster import SimulatedPool
+from simulation.peer_router import MAX_TRIES
 from simulation.routers import CLAIRVOYANT
 from simulation.run import run_scenario
 from simulation.scenario import read_scenario
+from wire.refusals import RefusalCode, Refused
 
 ONE_MAC = """
 about = "One Mac."
@@ -62,3 +64,29 @@ def test_the_clairvoyant_places_what_waited_for_the_memory_of_a_lease_when_it_en
     assert waited
     assert all(outcome.served for outcome in pool.outcomes.values())
     assert 20.5 in [pytest.approx(sent, abs=0.001) for sent in waited]
+
+
+def test_a_router_of_another_project_tries_a_refused_request_on_another_mac_and_gives_up_after_some_tries():
+    two = LEASE.replace('loaded = ["chat"]', 'loaded = ["chat"]\ncount = 2').replace('node = "mini"', 'node = "mini-1"')
+    full = two + two[two.index("[[events]]") :].replace('"mini-1"', '"mini-2"')
+    outcomes = [one for one in run(full, "round-robin").outcomes.values() if one.first_refused]
+    assert outcomes
+    assert all(one.nodes[0] != one.nodes[1] for one in outcomes)
+    assert max(one.tries for one in outcomes) == MAX_TRIES
+    assert {one.tries for one in outcomes if not one.served} == {MAX_TRIES}
+
+
+def test_the_clairvoyant_sends_a_request_to_the_mac_with_the_soonest_first_token():
+    fast = ONE_MAC.format(seconds=5, prompt=500).replace(
+        "[[load]]", '[[nodes]]\nname = "studio"\nchip = "M2 Ultra"\nmemory = "64GiB"\nloaded = ["chat"]\n[[load]]'
+    )
+    outcomes = run(fast + 'at = 4\ndoes = "lease"\nseconds = 1\nsize = "1MiB"\n', CLAIRVOYANT).outcomes
+    assert outcomes["r0"].nodes == ["studio"]
+
+
+def test_the_queue_of_the_production_router_has_the_limit_of_the_scenario():
+    for limit, full in ((0, 0), (1, 1)):
+        text = LEASE.replace("latency = 0.01", f"latency = 0.01\nqueue_limit = {limit}")
+        outcomes = run(text.replace("rate = 1", "rate = 3"), "balanced").outcomes.values()
+        codes = [one.outcome.code for one in outcomes if isinstance(one.outcome, Refused)]
+        assert (codes.count(RefusalCode.QUEUE_FULL) > 0) == bool(full), limit

@@ -126,6 +126,50 @@ def test_requests_of_a_trace_begin_before_the_end_of_the_scenario(tmp_path: Path
     assert [talk.at for talk in draw_conversations(scenario, 1, tmp_path)] == [4, 9.5]
 
 
+@pytest.mark.parametrize(
+    ("load", "count"),
+    [
+        ("rate = 20", 2000),
+        ("rate = 20\nbursts = 5", 2000),
+        ("rate = 20\nends = 25", 500),
+        ("rate = 20\nbegins = 75", 500),
+    ],
+)
+def test_conversations_begin_at_the_rate_between_begin_and_end(load: str, count: int):
+    scenario = read_scenario(GOOD.replace("rate = 1", load).replace("seconds = 10", "seconds = 100"))
+    talks = draw_conversations(scenario, 1, Path())
+    assert 0.8 * count < len(talks) < 1.25 * count
+    moments = [talk.at for talk in talks]
+    assert ("ends" in load) == (max(moments) < 25)
+    assert ("begins" in load) == (min(moments) >= 75)
+    assert len(moments) / len(set(moments)) > 4.9 if "bursts" in load else len(moments) == len(set(moments))
+
+
+def test_a_share_is_of_the_prefill_speed_of_all_macs():
+    one, two = (
+        len(
+            draw_conversations(
+                read_scenario(
+                    GOOD.replace("rate = 1", "share = 1")
+                    .replace("count = 2", f"count = {count}")
+                    .replace("seconds = 10", "seconds = 3000")
+                ),
+                1,
+                Path(),
+            )
+        )
+        for count in (1, 2)
+    )
+    assert 1.7 < two / one < 2.3
+
+
+def test_an_answer_is_limited_by_the_request_and_by_a_quarter_of_the_context():
+    load = "rate = 20\noutput = { median = 30000, sigma = 0.1, most = 60000 }"
+    for limit, most in (("", 32_768 // 4), ("\nmax_tokens = 50", 50)):
+        scenario = read_scenario(GOOD.replace("rate = 1", load + limit))
+        assert {talk.turns[0].output for talk in draw_conversations(scenario, 1, Path())} == {most}
+
+
 def test_the_same_seed_draws_the_same_and_another_something_else():
     scenario = read_scenario(GOOD.replace("rate = 1", "rate = 1\nturns = 4"))
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
+from tests.unit.simulation.test_routers import CRASH
 
 STORY = str(Path(__file__).parents[2] / "sim" / "stories" / "line.toml")
 
@@ -25,6 +26,16 @@ def test_json_contains_no_infinity():
     answer = json.loads(done.stdout)
     assert (answer["schema"], answer["seed"], len(answer["rows"])) == (1, 3, 2)
     assert "Infinity" not in done.stdout
+
+
+def test_a_value_without_a_number_is_null_and_the_seed_may_be_zero(tmp_path: Path):
+    file = tmp_path / "crash.toml"
+    file.write_text(CRASH)
+    answer = json.loads(run(str(file), "--policy", "round-robin", "--seed", "0", "--json").stdout)
+    assert answer["seed"] == 0
+    clairvoyant, rule = answer["rows"]
+    assert (clairvoyant["failed"], rule["failed"] > 5) == (0, True)
+    assert (clairvoyant["ttft_p95"] > 0, rule["ttft_p95"], rule["ratio_p95"]) == (True, None, None)
 
 
 def test_the_log_has_every_step():
