@@ -69,7 +69,7 @@ def test_the_clairvoyant_places_what_waited_for_the_memory_of_a_lease_when_it_en
 def test_a_router_of_another_project_tries_a_refused_request_on_another_mac_and_gives_up_after_some_tries():
     two = LEASE.replace('loaded = ["chat"]', 'loaded = ["chat"]\ncount = 2').replace('node = "mini"', 'node = "mini-1"')
     full = two + two[two.index("[[events]]") :].replace('"mini-1"', '"mini-2"')
-    outcomes = [one for one in run(full, "round-robin").outcomes.values() if one.first_refused]
+    outcomes = [one for one in run(full, "least-in-flight").outcomes.values() if one.first_refused]
     assert outcomes
     assert all(one.nodes[0] != one.nodes[1] for one in outcomes)
     assert max(one.tries for one in outcomes) == MAX_TRIES
