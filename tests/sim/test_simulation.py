@@ -351,3 +351,4 @@ def test_ratios_are_to_the_clairvoyant():
     rows = list(compare(read_scenario(EQUALS), [CLAIRVOYANT, "balanced"], 1, NOWHERE))
     assert rows[0].ratio_p95 == 1.0
     assert math.isclose(rows[1].ratio_p95, rows[1].ttft_p95 / rows[0].ttft_p95)
+    assert math.isclose(rows[1].ratio_p99, rows[1].ttft_p99 / rows[0].ttft_p99)

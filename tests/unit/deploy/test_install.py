@@ -171,6 +171,8 @@ def test_the_formula_is_one_that_ruby_could_read():
     assert "{{" not in text
     assert len(re.findall(r"#\{\w+\}", text)) == 5
     assert 'homepage "https://example.org/macpool/macpool"' in text
+    needs = re.findall(r"^  depends_on (.*)$", text, re.MULTILINE)
+    assert needs == ['"uv"', "arch: :arm64", "macos: :sonoma"]
 
 
 @pytest.mark.parametrize(

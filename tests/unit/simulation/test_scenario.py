@@ -101,6 +101,7 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
 
 def test_select_policies_accepts_the_names_of_the_setting():
     assert select_policies(read_scenario(GOOD), list(POLICIES)) == [CLAIRVOYANT, *NAMES[: len(POLICIES)]]
+    assert select_policies(read_scenario(GOOD), ["linear", CLAIRVOYANT, "linear"]) == [CLAIRVOYANT, "linear"]
     assert select_policies(read_scenario(GOOD), ["most_headroom"]) == [CLAIRVOYANT, "most-headroom"]
 
 

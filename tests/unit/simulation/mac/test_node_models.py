@@ -2,8 +2,8 @@
 
 import pytest
 
-from simulation.mac.ended_chats import EndedChats
-from simulation.mac.hardware import BASE, CHIPS
+from simulation.mac.ended_chats import EndedChat, EndedChats, make_chat_key
+from simulation.mac.hardware import BASE, CHIPS, compute_default_cap
 from simulation.mac.node_memory import NodeMemory
 from simulation.mac.node_models import NodeModels
 from simulation.scenario import ModelSpec
@@ -44,3 +44,37 @@ def test_weights_of_a_queued_load_are_reserved_but_not_in_memory():
     memory = NodeMemory(64 * GIB, models, EndedChats()).read(1.0)
     assert memory.phys == pytest.approx(BASE + 5 * GIB)
     assert memory.reserved == pytest.approx(7 * GIB)
+
+
+def test_each_requested_load_is_counted_once_and_idle_models_are_unloaded_least_recently_used_first():
+    models = make_models()
+    for name in "aab":
+        models.load(models[name], 0.0)
+    assert models.loads == 2
+    assert [models.end_load(at) for at in (4.0, 8.0)] == [models["a"], models["b"]]
+    for now, name in enumerate("bca", 10):
+        models[name].add_request(now)
+        models[name].remove_request(now)
+    assert models.list_idle(None) == [models[name] for name in "bca"]
+    models["c"].add_request(20.0)
+    assert models.list_idle(models["b"]) == [models["a"]], "neither the kept model nor one in use"
+
+
+def test_the_oldest_chat_is_evicted_first_and_a_prompt_is_never_cached_completely():
+    chats = EndedChats()
+    for name in ("old", "used", "new"):
+        chats.put(name, EndedChat("chat", 100, 10))
+    chats.use("old")
+    assert [chats.find("old", model, prompt) for model, prompt in (("chat", 300), ("chat", 100), ("other", 300))] == [
+        100,
+        99,
+        0,
+    ]
+    chats.evict_oldest()
+    assert (chats.find("used", "chat", 300), chats.find("old", "chat", 300), chats.nbytes) == (0, 100, 20)
+    assert chats.to_report().evicted == (make_chat_key("used"),)
+
+
+@pytest.mark.parametrize(("memory", "share"), [(24, 2 / 3), (36, 2 / 3), (48, 0.75), (192, 0.75)])
+def test_a_small_mac_has_a_smaller_share_for_metal(memory: int, share: float):
+    assert compute_default_cap(memory * GIB) == int(memory * GIB * share)
