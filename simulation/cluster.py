@@ -154,12 +154,9 @@ class SimulatedPool:
             loads=loads,
             send=lambda frame: self._links.send_up(node, frame),
             turn_of=self._arrivals.turns.__getitem__,
-            changed=lambda: self._schedule_notification(node),
+            changed=lambda: self.loop.call_soon(self._notify_contender, node),
         )
         return self._latest[node]
-
-    def _schedule_notification(self, node: NodeId) -> None:
-        self.loop.call_soon(self._notify_contender, node)
 
     def _notify_contender(self, node: NodeId) -> None:
         if self.contender is not None:

@@ -54,7 +54,7 @@ class SimulatedNode:
         *,
         send: Callable[[Frame], None],
         turn_of: Callable[[str], ConversationTurn],
-        changed: Callable[[], None] = lambda: None,
+        changed: Callable[[], object] = lambda: None,
         loads: bool = True,
     ) -> None:
         self.name = name
