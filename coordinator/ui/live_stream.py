@@ -83,16 +83,15 @@ class LiveStream:
 
     def _check_sections(self) -> None:
         self._checks += 1
-        for name, section in self._read_sections().items():
-            encoded = msgspec.json.encode(section)
+        for name, encoded in self._encode_sections().items():
             if encoded != self._encoded.get(name):
                 self._encoded[name], self._changed[name] = encoded, self._checks
         looked, self._checked = self._checked, asyncio.Event()
         looked.set()
 
-    def _read_sections(self) -> Mapping[str, object]:
+    def _encode_sections(self) -> Mapping[str, bytes]:
         try:
-            return self._sections()
+            return {name: msgspec.json.encode(section) for name, section in self._sections().items()}
         except Exception:  # keep the stream open, because the next check may succeed
             log.exception("page not updated")
             return {}

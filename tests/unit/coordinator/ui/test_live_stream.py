@@ -55,12 +55,15 @@ async def test_live_stream_skips_steps_for_a_slow_reader():
     await slow.aclose()
 
 
-async def test_a_failing_check_stops_no_other_check():
+@pytest.mark.parametrize("fault", ["raised", "not JSON"])
+async def test_a_failing_check_stops_no_other_check(fault: str):
     state, failed = {"n": 1}, asyncio.Event()
 
     def sections() -> dict[str, object]:
         if not state:
             failed.set()
+            if fault == "not JSON":
+                return {"n": "\ud800"}
             raise RuntimeError("no picture")
         return {"n": state["n"]}
 
