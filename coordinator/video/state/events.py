@@ -142,7 +142,10 @@ class RequestLease:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLease:
-    """Action: order a node to release a lease, or acknowledge its end (`ReleaseCause.ACKNOWLEDGED`)."""
+    """Action: order a node to release a lease, or acknowledge its end (`ReleaseCause.ACKNOWLEDGED`).
+
+    An acknowledgement follows the actions that store the result of the end, because it waits for them.
+    """
 
     node: str
     lease: str

@@ -85,7 +85,6 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
         turn.put_job(replace(job, due=turn.steady + turn.rules.keep_seconds, away=False))
         turn.actions.append(FetchFiles(job, frame.artifacts))
         return
-    turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
     if job.state == JobState.LEASING:
         turn.requeue_job(job, frame.message)
     elif frame.code == LeaseEndCode.START_FAILED:
@@ -94,6 +93,7 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
         turn.handle_loss(job, frame.code, frame.message or "its worker was lost")
     else:
         turn.fail_job(job, frame.code, frame.message)
+    turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
 
 
 def _find_fetching_job(turn: Transition, node: str, frame: LeaseEnded) -> VideoJob | None:

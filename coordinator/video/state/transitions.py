@@ -134,12 +134,12 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
     job = turn.jobs.get(name)
     if job is None or not job.open:
         return
-    if job.state == JobState.FINALIZING:
-        turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
     turn.release_hold(job.lease, ReleaseCause.CANCELLED)
     if job.away:  # a node without a link confirms nothing; one that returns with the lease must release it
         turn.holds.pop(job.lease, None)
     turn.fail_job(job, JobFaultCode.CANCELLED, message)
+    if job.state == JobState.FINALIZING:
+        turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
 
 
 def _apply_restart(turn: Transition) -> None:

@@ -858,6 +858,33 @@ def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
     assert list(story.board.jobs) == ["video_1", "video_2"]
 
 
+@pytest.mark.parametrize(
+    "end", ["leasing", "start_failed", "worker_lost", "worker_crashed", "fetched", "lost", "cancelled"]
+)
+def test_an_end_is_acknowledged_after_the_action_that_stores_its_result(end: str):
+    """The controller waits for the changes that precede the acknowledgement."""
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    if end != "leasing":
+        story.grant(job)
+    if end in ("fetched", "lost", "cancelled"):
+        story.end(job)
+    del story.actions[:]
+    match end:
+        case "fetched":
+            story.tell(FilesFetched("video_1", 1, FILES))
+        case "lost":
+            story.tell(FilesLost("video_1", 1, JobFault("artifact_broken", "")))
+        case "cancelled":
+            story.tell(JobCancelled("video_1"))
+        case _:
+            story.end(job, "worker_lost" if end == "leasing" else end)
+    stored, acknowledged = story.actions[0], story.actions[-1]
+    assert stored == SaveJob(story.job(1))
+    assert acknowledged == ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
+
+
 def test_every_transition_of_a_job_is_stored():
     """The controller stores a new job before its event."""
     story = Story()
@@ -895,8 +922,8 @@ def test_a_cancelled_job_whose_files_are_fetched_acknowledges_its_end():
     job = story.running()
     story.end(job)
     assert story.tell(JobCancelled("video_1")) == [
-        ReleaseLease("a", job.lease, job.generation, ReleaseCause.ACKNOWLEDGED),
         ExpireFiles("video_1"),
+        ReleaseLease("a", job.lease, job.generation, ReleaseCause.ACKNOWLEDGED),
     ]
     assert story.job(1).state == JobState.FAILED
 
