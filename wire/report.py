@@ -232,6 +232,8 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     """Unix time in seconds of the last request for this model on this node; 0 if unknown."""
     removable: bool = False
     """Whether the node can delete the files: they are in the Hugging Face cache or in a model folder."""
+    written: Seconds = 0.0
+    """Unix time in seconds of the newest change of the files, such as their download; 0 if unknown."""
 
     @cached_property
     def version(self) -> ModelVersion:

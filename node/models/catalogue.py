@@ -262,12 +262,14 @@ class ModelCatalogue:
         except Exception as error:  # unknown files may raise any error; all other models are still served
             return ModelDescriptor(name, folder, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
         if descriptor is not None:
+            descriptor = replace(descriptor, written=max((stat[2] for stat in state), default=0) / 1e9)
             self._described[folder] = ((name, *state), descriptor)
         return descriptor
 
 
-def _read_file_state(folder: Path) -> tuple[object, ...]:
-    """Return a value that changes when any relevant file changes."""
+def _read_file_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
+    """Return a value that changes when any relevant file changes: name, bytes, time of the last change in ns, and
+    inode of each file."""
     files = [folder / name for name in IDENTITY_FILES] + list_visible_files(folder, "*.safetensors")
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)

@@ -323,6 +323,7 @@ def _sanitize_model(model: Model) -> Model:
         content=_make_printable(model.content),
         quantization=_make_printable(model.quantization)[:MAX_QUANTIZATION_CHARS],
         used=_replace_out_of_range(model.used, 0.0, MAX_UNIX_SECONDS, 0.0),
+        written=_replace_out_of_range(model.written, 0.0, MAX_UNIX_SECONDS, 0.0),
     )
 
 

@@ -91,6 +91,7 @@ class ModelRoutes:
                     "quantization": model.quantization,
                     "stored": model.stored,
                     "used": model.used,
+                    "written": model.written,
                     "removable": model.removable,
                 }
                 benchmark = self._benchmarks.find(node.id, model.name, model.fingerprint)

@@ -50,7 +50,8 @@ def list_files(session: ApiSession, unused_since: float | None) -> None:
 def _fetch_copies(session: ApiSession, unused_since: float | None = None) -> list[Copy]:
     """Return all copies of models on members.
 
-    With `unused_since`, return only copies without a use for these seconds that are neither loaded nor loading.
+    With `unused_since`, return only copies without a use for these seconds that are neither loaded nor loading, and
+    whose files are older as well. A model is thus kept for that time after its download.
     """
     answer = session.request_json("GET", "/api/v1/models")
     copies = [
@@ -62,7 +63,11 @@ def _fetch_copies(session: ApiSession, unused_since: float | None = None) -> lis
     if unused_since is None:
         return copies
     limit = time.time() - unused_since
-    return [copy for copy in copies if copy["used"] < limit and copy["model"] not in ("loaded", "loading")]
+    return [
+        copy
+        for copy in copies
+        if max(copy["used"], copy.get("written", 0.0)) < limit and copy["model"] not in ("loaded", "loading")
+    ]
 
 
 def _print_files(answer: dict[str, Any]) -> None:
@@ -98,9 +103,10 @@ def remove(
 ) -> None:
     """Delete a model from the disks of the nodes.
 
-    Name either MODEL or --unused-since, which deletes each model that a node has not used for this time. A loaded model
-    is not deleted: unload it first. Copies stay on absent nodes, and where the node may not delete them. With MODEL and
-    --node, the files of an incomplete download are deleted as well.
+    Name either MODEL or --unused-since, which deletes each model that a node has not used for this time. Models that
+    were downloaded within this time are kept. A loaded model is not deleted: unload it first. Copies stay on absent
+    nodes, and where the node may not delete them. With MODEL and --node, the files of an incomplete download are
+    deleted as well.
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")

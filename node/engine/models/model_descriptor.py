@@ -36,6 +36,8 @@ class ModelDescriptor:
     """Quantization of the weights, or the type of unquantized weights; empty if unknown."""
     removable: bool = False
     """Whether the node may delete the files."""
+    written: float = 0.0
+    """Unix time in seconds of the newest change of the files, such as their download; 0 if unknown."""
     stored: int = 0
     """Bytes of the tensors on disk; an fp8 checkpoint may grow when loaded."""
     kind: ModelKind = ModelKind.CHAT

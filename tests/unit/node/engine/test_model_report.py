@@ -6,7 +6,9 @@ from wire.capacity.arithmetic import estimate_prefill_transient
 from wire.report import KvParameters, TransientModel
 
 FORWARD = TransientModel(fixed=1e6, token=1e3)
-FOUND = ModelDescriptor("m", PurePath("m"), "f1", 90, 1000, KvParameters(7, 256, 3, 64, 2), forward=FORWARD)
+FOUND = ModelDescriptor(
+    "m", PurePath("m"), "f1", 90, 1000, KvParameters(7, 256, 3, 64, 2), forward=FORWARD, written=1e9
+)
 
 
 def test_transients_are_those_of_the_smallest_chunk():
@@ -23,3 +25,4 @@ def test_a_model_that_is_not_loaded_is_described_by_its_files_and_its_load():
     assert (model.kv_window, model.kv_window_per_token) == (64, 2)
     assert (model.loading, model.progress, model.cause, model.load_seconds) == (True, 0.5, "why", 5.0)
     assert (model.pinned, model.features, model.forward.floor) == (True, ("tools",), 64)
+    assert (model.written, model.used) == (1e9, 0.0)

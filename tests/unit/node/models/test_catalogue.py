@@ -365,6 +365,16 @@ def test_a_changed_file_is_described_again_and_an_unchanged_one_is_not(tmp_path:
     assert after.context == 4096
 
 
+def test_the_time_of_the_newest_file_is_that_of_a_model(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    for place, file in enumerate(sorted(folder.iterdir())):
+        os.utime(file, (1_000_000.0, 1_000_000.0 + place))
+    os.utime(folder / "config.json", (1_000_000.0, 1_234_567.5))
+    found = library(tmp_path).find("m")
+    assert found is not None
+    assert found.written == 1_234_567.5
+
+
 def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
     assert set(library(tmp_path / "missing").get_models()) == {EMBEDDED.name}
     loop = tmp_path / "loop"

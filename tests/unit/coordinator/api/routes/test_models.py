@@ -211,7 +211,8 @@ async def test_commands_for_unknown_models_and_nodes_are_refused(port: Port, bos
 
 
 async def test_models_have_their_state_and_version_on_each_node(port: Port, boss: httpx.AsyncClient):
-    studio, _ = await node(port, "studio", known(loaded=True, prefill_speed=100.04, decode_speed=20.05))
+    used = {"used": 1.5e9, "written": 1.4e9}
+    studio, _ = await node(port, "studio", known(loaded=True, prefill_speed=100.04, decode_speed=20.05, **used))
     mini, _ = await node(port, "mini", known(fingerprint="tiny-2", cause="its files are damaged"), known_other())
     found = (await boss.get("/api/v1/models")).json()
     names = [row["name"] for row in found["models"]]
@@ -223,6 +224,7 @@ async def test_models_have_their_state_and_version_on_each_node(port: Port, boss
     assert (loaded["model"], loaded["progress"], loaded["identity"]) == ("loaded", 1.0, "sampled")
     assert (loaded["prefill_speed"], loaded["decode_speed"]) == (100.0, 20.1)
     assert (loaded["measured"], loaded["benchmark"]) == (None, None)
+    assert (loaded["used"], loaded["written"], damaged["written"]) == (1.5e9, 1.4e9, 0.0)
     assert (damaged["id"], damaged["model"], damaged["cause"]) == (mini, "failed", "its files are damaged")
     assert damaged["identity"] != loaded["identity"]
 

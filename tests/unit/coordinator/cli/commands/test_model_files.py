@@ -76,6 +76,15 @@ def test_copies_of_members_are_listed_or_those_without_a_use(server: Server):
     assert lines[6] == "studio: 3.0 GiB of 8.0 GiB free"
 
 
+def test_a_model_that_was_just_downloaded_is_not_deleted_as_unused(server: Server):
+    new, old = copy("studio", used=0, written=NOW - 60), copy("mini", used=0, written=NOW - 86400)
+    ended = {"model": "c", "node": {"name": "mini"}, "content": "", "freed": GIB}
+    server.answer = {"models": [{"name": "c", "nodes": [new, old]}], "nodes": [], **ended}
+    assert list_copies(server, "--unused-since", "2h") == [("c", "mini")]
+    assert server.run("model", "rm", "--unused-since", "2h", "--yes").exit_code == 0
+    assert list_orders(server, "remove") == [("c", "n-mini")]
+
+
 def test_a_model_is_deleted_where_a_linked_node_may(server: Server):
     done = server.run("model", "rm", "a/b", "--yes")
     assert done.stdout == "m deleted on N, 1.0 GiB freed\n"
