@@ -5,17 +5,27 @@ A block is the text of one or more tool calls between the model's markers (docs/
 - Qwen3-Coder: A call without `<tool_call>` before it, often with a lone `</tool_call>` after it (`NAKED`). Several
   functions in one block.
 - GLM: A value without `<arg_value>` before it.
+
+The patterns of the parsers search the rest of a block once for each marker that has no end. A block of some kilobytes
+could thus stop the engine for seconds. The parsers of Qwen3-Coder, GLM and Gemma get only functions, arguments and
+calls that are complete, which are found here in one pass.
 """
 
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from node.engine.text.tool_call_parser import Parse
 
 NAKED: Final = {"qwen3_coder": ("<function=", "</function>")}
 """Markers of a call without the markers of its block, by the name of the parser."""
-_FUNCTION = re.compile(r"<function=.*?</function>", re.DOTALL)
-_NO_VALUE = re.compile(r"</arg_key>(?!\s*<arg_value>)")
+_KEY, _KEY_END, _VALUE_END = "<arg_key>", "</arg_key>", "</arg_value>"
+_VALUE_START = re.compile(r"\A(?:\\n|\s)*<arg_value>")
+"""Start of a value in GLM, with the blanks and escaped newlines that mlx-lm's parser permits before it."""
+_CALL_START = re.compile(r"call:[\w-]+(?=\{)")
+_QUOTE = '<|"|>'
+"""Mark at the start and at the end of a text in Gemma 4."""
+_QUOTE_OR_BRACE = re.compile(rf"{re.escape(_QUOTE)}|[{{}}]")
 
 
 def wrap_parser(name: str, parse: Parse) -> Parse:
@@ -26,10 +36,67 @@ def wrap_parser(name: str, parse: Parse) -> Parse:
     """
 
     def parse_functions(block: str, tools: list[object]) -> object:
-        functions = _FUNCTION.findall(block)
-        return parse(block, tools) if len(functions) < 2 else [parse(function, tools) for function in functions]
+        functions = list(_find_functions(block))
+        return parse(block, tools) if len(functions) == 1 else [parse(function, tools) for function in functions]
 
     def parse_values(block: str, tools: list[object]) -> object:
-        return parse(_NO_VALUE.sub("</arg_key><arg_value>", block), tools)
+        return parse(_rewrite_arguments(block), tools)
 
-    return {"qwen3_coder": parse_functions, "glm47": parse_values}.get(name, parse)
+    def parse_calls(block: str, tools: list[object]) -> object:
+        return [parse(call, tools) for call in _find_braced_calls(block)]
+
+    def parse_first_call(block: str, tools: list[object]) -> object:
+        return parse(block[: block.rfind("}") + 1], tools)
+
+    repairs = {
+        "qwen3_coder": parse_functions,
+        "glm47": parse_values,
+        "gemma4": parse_calls,
+        "function_gemma": parse_first_call,
+    }
+    return repairs.get(name, parse)
+
+
+def _find_functions(block: str) -> Iterator[str]:
+    """Yield the functions of a block of Qwen3-Coder, each from its start to the first end after it."""
+    start_marker, end_marker = NAKED["qwen3_coder"]
+    at = 0
+    while (start := block.find(start_marker, at)) >= 0 and (end := block.find(end_marker, start)) >= 0:
+        at = end + len(end_marker)
+        yield block[start:at]
+
+
+def _rewrite_arguments(block: str) -> str:
+    """Return a block of GLM with the name of the function and its complete arguments, all with the start of their
+    value. Return a block without arguments unchanged."""
+    first = at = block.find(_KEY)
+    if first < 0:
+        return block
+    arguments = list[str]()
+    while (
+        (start := block.find(_KEY, at)) >= 0
+        and (end := block.find(_KEY_END, start)) >= 0
+        and (at := block.find(_VALUE_END, end)) >= 0
+    ):
+        value = _VALUE_START.sub("", block[end + len(_KEY_END) : at])
+        arguments.append(f"{block[start:end]}{_KEY_END}<arg_value>{value}{_VALUE_END}")
+    return block[:first] + ("".join(arguments) or _KEY)
+
+
+def _find_braced_calls(block: str) -> Iterator[str]:
+    """Yield the calls of a block of Gemma 4, each with the braces of its arguments, up to the first call without its
+    last brace."""
+    at = 0
+    while (start := _CALL_START.search(block, at)) is not None:
+        depth, quoted = 0, False
+        for mark in _QUOTE_OR_BRACE.finditer(block, start.end()):
+            if mark[0] == _QUOTE:
+                quoted = not quoted
+            elif not quoted:
+                depth += 1 if mark[0] == "{" else -1
+            if not depth:
+                break
+        else:
+            return
+        at = mark.end()
+        yield block[start.start() : at]

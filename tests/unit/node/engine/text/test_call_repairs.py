@@ -1,12 +1,16 @@
 """Calls that models write incompletely: they are calls, with all arguments, and no markers are left in the content."""
 
 import json
+import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from node.engine.text import tokenizer_loader
+from node.engine.text.call_repairs import wrap_parser
 from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
 from tests.support.engine import vocabulary
 from wire.frames import Channel
 
@@ -62,7 +66,49 @@ def test_text_that_is_no_call_stays_content(models: dict[str, Tokenizer], text: 
     assert read(models["qwen3_coder"], CALL, "") == (CALL, [], "stop")
 
 
-@pytest.mark.parametrize("opening", ["<arg_value>", "\n<arg_value>", ""])
+@pytest.mark.parametrize("opening", ["<arg_value>", "\n<arg_value>", "\\n<arg_value>", ""])
 def test_a_value_without_its_first_marker_is_an_argument(models: dict[str, Tokenizer], opening: str):
     text = f"<tool_call>run<arg_key>command</arg_key>{opening}ls -l</arg_value></tool_call>"
     assert read(models["glm47"], text) == ("", [RUN], "tool_calls")
+
+
+def parse_block(parser: str, block: str) -> list[object]:
+    """Return name and arguments of the calls in a block of a parser of mlx-lm."""
+    parse = import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call
+    calls = map(json.loads, ToolCallParser("c", wrap_parser(parser, parse), [[]], "end").parse_block(block))
+    return [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("parser", "unfinished"),
+    [
+        ("qwen3_coder", "<function="),
+        ("qwen3_coder", "<function=a><parameter="),
+        ("glm47", "a<arg_key>a</arg_key>"),
+        ("glm47", "a<arg_key>a</arg_key><arg_value>"),
+        ("gemma4", "call:a{"),
+        ("gemma4", 'call:a{a:<|"|>'),
+        ("function_gemma", "call:a{"),
+    ],
+)
+def test_a_block_of_markers_without_ends_stops_no_other_answer(parser: str, unfinished: str):
+    began = time.process_time()
+    found = parse_block(parser, (unfinished * MAX_BLOCK_CHARS)[:MAX_BLOCK_CHARS])
+    assert time.process_time() - began < 2
+    assert found == ([("a", {})] if parser == "glm47" else [])
+
+
+@pytest.mark.parametrize(
+    ("parser", "block", "calls"),
+    [
+        ("glm47", "run<arg_key>a</arg_key>1</arg_value>,<arg_key>b</arg_key><arg_value>2", [("run", {"a": 1})]),
+        ("glm47", "run<arg_key>a</arg_key></arg_key></arg_value>", [("run", {"a": "</arg_key>"})]),
+        ("glm47", "run", [("run", {})]),
+        ("gemma4", 'call:a{x:{y:1}}call:b{z:<|"|>}<|"|>}', [("a", {"x": {"y": 1}}), ("b", {"z": "}"})]),
+        ("gemma4", "call:a{x:1}call:b{y:2", [("a", {"x": 1})]),
+        ("gemma4", "call a", []),
+        ("function_gemma", "call:a{x:1}call:b{y:", [("a", {"x": 1})]),
+    ],
+)
+def test_complete_functions_and_arguments_of_a_block_are_kept(parser: str, block: str, calls: list[object]):
+    assert parse_block(parser, block) == calls
