@@ -57,7 +57,7 @@ CONSTRAINED_MARKERS: Final = replace(
     MARKERS, edges={state: found if state in (HEADER, REASONING) else [] for state, found in MARKERS.edges.items()}
 )
 """Markers of an answer under a grammar. Its last message ends with the answer: a marker within JSON is text."""
-_CALL = re.compile(r"([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
+_NAME = re.compile(r"[\w.-]+")
 
 
 def has_format(vocabulary: Mapping[str, int]) -> bool:
@@ -68,7 +68,8 @@ def has_format(vocabulary: Mapping[str, int]) -> bool:
 def parse_call(block: str, tools: list[object]) -> dict[str, object]:
     """Parse the rest of a message after `RECIPIENT`: the name of the function, the rest of the header, and the
     arguments. Return the call. Raise `ValueError` if the block is no call; `tools` has no effect."""
-    found = _CALL.fullmatch(block.strip())
-    if found is None:
+    header, marker, arguments = block.strip().partition(MESSAGE)
+    name = _NAME.match(header)
+    if name is None or not marker or "{" in header:
         raise ValueError("a call has a name, a header and arguments")
-    return {"name": found[1], "arguments": cast("object", json.loads(found[2].strip() or "{}"))}
+    return {"name": name[0], "arguments": cast("object", json.loads(arguments.strip() or "{}"))}

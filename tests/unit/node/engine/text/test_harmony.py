@@ -1,12 +1,14 @@
 """Answers of gpt-oss: channels, recipients, and answers that do not keep to the format."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from node.engine.text import harmony, tokenizer_loader
 from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS
 from node.models.template_files import has_reasoning
 from tests.support.engine import vocabulary
 from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
@@ -109,3 +111,13 @@ def test_a_call_with_reasoning_and_content_has_only_its_content(model: Tokenizer
     prompt = b"".join(map(model.token_bytes, model.tokenize_request(request).ids)).decode()
     assert "<|start|>assistant<|message|>Look it up.|<|end|>" in prompt
     assert "<|start|>assistant<|message|>|Once more.<|end|>" in prompt
+
+
+@pytest.mark.parametrize(
+    "block", ["a" * MAX_BLOCK_CHARS, "a{<|message|>{}", "<|message|>{}"], ids=["long", "brace", "nameless"]
+)
+def test_a_block_without_name_or_arguments_is_refused_at_once(block: str):
+    began = time.process_time()
+    with pytest.raises(ValueError, match="a call has a name, a header and arguments"):
+        harmony.parse_call(block, [])
+    assert time.process_time() - began < 2
