@@ -221,6 +221,8 @@ class TextPipeline:
         calls = self._calls.parse_block(start + body + end if whole else body)
         shown = calls[:1] if self._one_call else calls
         if calls and all(len(call.encode()) <= MAX_CALL_BYTES for call in shown):
+            if self._one_call:
+                self._emit(Channel.CONTENT, self._stops.flush())
             self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
             self._gap = ""
             self._stopped = self._one_call

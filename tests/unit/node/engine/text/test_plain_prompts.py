@@ -135,6 +135,15 @@ def test_with_one_call_the_answer_ends_with_it():
     assert made.finish("stop") == ((), "tool_calls")
 
 
+def test_a_possible_start_of_a_stop_string_is_sent_before_the_call_that_ends_the_answer():
+    markup = MarkerSet(("<think>", "</think>"), ("<call>", "</call>"))
+    made = pipeline(["I look: ST", LOOK, "OP"], stops=("STOP",), markup=markup, one_call=True)
+    said = [piece for token in range(3) for piece in made.feed(token).pieces]
+    assert said[:-1] == [(Channel.CONTENT, "I look: "), (Channel.CONTENT, "ST")]
+    assert said[-1][0] is Channel.TOOL_CALL
+    assert made.finish("stop") == ((), "tool_calls")
+
+
 def test_of_several_calls_in_one_block_the_first_is_the_one():
     look = LOOK.removeprefix("<call>").removesuffix("</call>")
     step = one_call([f"<call>[{look}, {look}]</call>"]).feed(0)
