@@ -70,10 +70,10 @@ class DiskCache:
         self.queue = WriteQueue(self._index, self._add_copy)
         """Entries that wait to be written."""
         self._copies: dict[str, dict[bytes, DiskCopy]] = {}
-        """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
-        self._unwritten: list[tuple[DiskCopy, set[str], list[str]]] = []
-        """Copies of which parts may still wait for the writer. Each has the files to check, and all of its files in the
-        order of the blocks."""
+        """Written copies of entries, by the file without which a copy is of no use, and by the hash of the prompt."""
+        self._unwritten: list[tuple[DiskCopy, str, set[str], list[str]]] = []
+        """Copies of which parts may still wait for the writer. Each has its key in `_copies`, the files to check, and
+        all of its files in the order of the blocks."""
         self._unusable = set[str]()
         """Files that `remove_parts` left in the folder, because another process writes to it."""
         self._read_speed = FIRST_READ_SPEED
@@ -162,11 +162,10 @@ class DiskCache:
     def take_lost(self) -> list[bytes]:
         """Return the prompt hashes that are no longer cached anywhere. These were evicted from memory before, and since
         the last call removed from the disk or dropped by the writer."""
-        removed, gone = self._index.removed, self._take_dropped()
+        removed, gone, lost = self._index.removed, list[DiskCopy](), list[bytes]()
         while removed:
             gone += self._copies.pop(removed.popleft(), {}).values()
-        lost = list[bytes]()
-        for copy in gone:
+        for copy in [*gone, *self._take_dropped()]:
             if copy.on_disk:
                 copy.leave_disk()
                 if not copy.in_memory:
@@ -174,8 +173,7 @@ class DiskCache:
         return lost
 
     def _take_dropped(self) -> list[DiskCopy]:
-        """Return the copies of which a part was dropped and not written, and forget those whose parts are all
-        written.
+        """Return the copies of which a part was dropped and not written, and record those whose parts are all written.
 
         Mark the files of the latter as used. Otherwise the files of a shorter prompt that such a copy continues would
         be older than the files after them, and would be evicted first.
@@ -183,24 +181,25 @@ class DiskCache:
         waiting = self.queue.launched | (set[str]() if self.writer is None else self.writer.waiting)
         unwritten, dropped = self._unwritten, list[DiskCopy]()
         self._unwritten = []
-        for copy, files, ordered in unwritten:
+        for copy, key_file, files, ordered in unwritten:
             if not self._index.has_files(files - waiting):
                 dropped.append(copy)
             elif files & waiting:
-                self._unwritten.append((copy, files & waiting, ordered))
+                self._unwritten.append((copy, key_file, files & waiting | {key_file}, ordered))
             else:
+                copies = self._copies.setdefault(key_file, {})
+                copies[copy.prompt_hash] = copy
+                if len(copies) > MAX_EVICTIONS_REPORTED:
+                    del copies[next(iter(copies))]
                 _mark_used(self._index, self._folder, ordered)
         return dropped
 
     def _add_copy(self, pending: PendingEntry) -> None:
-        """Record the copy of an entry on the disk, once all of its parts were copied for the writer."""
-        entry, copies = pending.entry, self._copies.setdefault(pending.key_file, {})
-        copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
-        files = pending.list_files()
-        self._unwritten.append((copy, set(files) - pending.absent | {pending.key_file}, files))
+        """Set the copy of an entry on the disk, once all of its parts were copied for the writer."""
+        entry, files = pending.entry, pending.list_files()
+        copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
+        self._unwritten.append((copy, pending.key_file, set(files) - pending.absent | {pending.key_file}, files))
         entry.set_copy(copy)
-        if len(copies) > MAX_EVICTIONS_REPORTED:
-            del copies[next(iter(copies))]
 
     def list_models(self) -> dict[str, FolderSize]:
         """Return the number and total bytes of the files of each model that has files, by the model's fingerprint."""

@@ -1,5 +1,6 @@
 """The disk cache without an engine: lookups, counts, copies of entries, two caches on one folder, and removals."""
 
+import gc
 import os
 import shutil
 import threading
@@ -19,7 +20,7 @@ from node.engine.kv.disk.disk_budget import FILE
 from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
 from node.engine.kv.disk.write_queue import CacheShape, list_entry_parts
 from node.engine.kv.kv_cache import Layers
-from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix
+from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import pack
 from node.engine.kv.window_history import StoredWindow, WindowPiece
 from wire.report import CacheState
@@ -361,6 +362,45 @@ def test_a_prompt_whose_parts_the_writer_drops_is_not_on_the_disk(tmp_path: Path
     evicted.copy.leave_memory()
     assert (disk.take_lost(), disk.take_lost()) == ([bytes([1])], [])
     assert (cached.copy is not None, cached.copy and cached.copy.on_disk) == (True, False)
+
+
+def test_a_prompt_whose_parts_the_writer_drops_leaves_nothing_in_memory(tmp_path: Path):
+    def count_copies() -> int:
+        return sum(isinstance(found, DiskCopy) for found in gc.get_objects())
+
+    disk, before = DiskCache(tmp_path, 1000, 0.0), count_copies()
+    assert write(disk, build_entry(PLAIN, IDS)).disk_drops == 4
+    assert count_copies() == before + 1
+    assert (disk.take_lost(), count_copies()) == ([], before)
+
+
+def test_a_prompt_written_again_before_its_removal_is_reported_is_on_the_disk(tmp_path: Path):
+    disk, entries = open_cache(tmp_path), [build_entry(PLAIN, IDS, name) for name in (b"1", b"2")]
+    write(disk, entries[0])
+    assert disk.take_lost() == []
+    plan = disk.find(PLAIN, "", entries[0].key)
+    assert plan is not None
+    disk.remove_parts(plan.parts)
+    write(disk, entries[1])
+    for entry in entries:
+        assert entry.copy is not None
+        entry.copy.leave_memory()
+    assert (disk.take_lost(), disk.take_lost()) == ([b"1"], [])
+
+
+def test_a_prompt_whose_first_file_is_evicted_before_its_last_is_written_is_lost(tmp_path: Path):
+    disk, entry = open_cache(tmp_path), build_entry(PLAIN, IDS[: 2 * BLOCK_TOKENS])
+    write(disk, build_entry(PLAIN, IDS[:BLOCK_TOKENS]))
+    disk.take_lost()
+    disk.offer(entry, PLAIN, 1.0)
+    disk.write_next(time.monotonic(), busy=False, room=4, urgent=True)
+    assert entry.copy is not None
+    entry.copy.leave_memory()
+    assert disk.take_lost() == []
+    plan = disk.find(PLAIN, "", pack(IDS))
+    assert plan is not None
+    disk.remove_parts(plan.parts[:1])
+    assert disk.take_lost() == [b"hash"]
 
 
 def test_a_prompt_whose_parts_wait_for_the_writer_is_on_the_disk_until_they_are_dropped(tmp_path: Path):
