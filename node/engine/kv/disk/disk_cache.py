@@ -391,9 +391,8 @@ def _mark_used(index: BlockIndex, folder: Path, files: list[str]) -> None:
 
 
 def _set_file_times(folder: Path, files: list[str]) -> None:
-    """Set the times of files, the first ones last, so that the next process knows the order of use."""
-    for file in reversed(files):
-        try:
-            os.utime(folder / file)
-        except OSError:
-            continue
+    """Set the times of files, the first ones last and 1 µs apart, so that the next process knows the order of use."""
+    now = time.time_ns()
+    for place, file in enumerate(reversed(files)):
+        with contextlib.suppress(OSError):
+            os.utime(folder / file, ns=(now, now + 1000 * place))

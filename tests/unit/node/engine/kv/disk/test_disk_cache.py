@@ -163,7 +163,11 @@ def test_a_restoration_counts_as_a_hit_and_updates_the_speed_and_the_times_of_it
         assert time.monotonic() < until
         time.sleep(0.001)
     times = [(tmp_path / part.name.file).stat().st_mtime_ns for part in plan.parts]
-    assert times == sorted(times, reverse=True), "the first file is the last to be evicted after a restart"
+    assert times == sorted(set(times), reverse=True), "the first file is the last to be evicted after a restart"
+    disk.close()
+    again = DiskCache(tmp_path, plan.nbytes, 0.0)
+    write(again, build_entry(PLAIN, [7] * (3 * BLOCK_TOKENS)))
+    assert find(again, PLAIN, [*IDS, 1]) == [("t", 0)]
 
 
 def test_an_invalid_file_is_a_fault_and_is_deleted(tmp_path: Path):
