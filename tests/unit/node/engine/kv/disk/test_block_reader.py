@@ -15,7 +15,7 @@ from mlx_lm.models.cache import KVCache
 
 from node.engine.kv.disk import block_reader
 from node.engine.kv.disk.block_chain import BlockName
-from node.engine.kv.disk.block_file import BlockArray, BlockPart, encode_block
+from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block, encode_block
 from node.engine.kv.disk.block_reader import BlockReader, DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS
@@ -70,11 +70,16 @@ def wait_ended(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive()
 
 
-def test_parts_are_restored_in_order(tmp_path: Path, plan: ReadPlan, readers: Read):
+def test_parts_are_restored_in_order(tmp_path: Path, plan: ReadPlan, readers: Read, monkeypatch: pytest.MonkeyPatch):
+    def decode_slowly(*place: Any) -> list[BlockArray]:
+        time.sleep(0.01)
+        return decode_block(*place)
+
+    monkeypatch.setattr(block_reader, "decode_block", decode_slowly)
     began = time.monotonic()
     restore = DiskRestore(tmp_path, plan, create_layers())
     run(restore)
-    assert 0 < restore.seconds <= time.monotonic() - began
+    assert 0.01 * PARTS <= restore.seconds <= time.monotonic() - began
     assert (restore.invalid, restore.layers is None) == (None, False)
     layer: Any = (restore.layers or [])[0]
     assert layer.keys[0, 0, : PARTS * BLOCK_TOKENS : BLOCK_TOKENS, 0].tolist() == list(range(PARTS))

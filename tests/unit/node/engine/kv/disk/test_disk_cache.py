@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import TEMPORARY
 from node.engine.kv.disk.disk_budget import FILE
 from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
-from node.engine.kv.disk.write_queue import CacheShape, list_entry_parts
+from node.engine.kv.disk.write_queue import RETRY_SECONDS, VERSIONS, CacheShape, list_entry_parts
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import pack
@@ -323,6 +324,22 @@ def test_a_removed_entry_leaves_no_file_and_nothing_in_the_queue(tmp_path: Path)
     assert (state.disk_files, state.disk_drops) == (2, 0)
     assert find(disk, PLAIN, [5] * 300) == [("t", 0)], "another entry is written"
     assert find(disk, PLAIN, [9] * 300) == [("t", 0)], "other files stay"
+
+
+def test_after_a_failed_write_no_part_is_copied_for_a_while(tmp_path: Path):
+    disk, file = open_cache(tmp_path), tmp_path / "m"
+    file.touch()
+    assert write(disk, build_entry(PLAIN, IDS[:BLOCK_TOKENS])).disk_errors == 1
+    file.unlink()
+    disk.offer(build_entry(PLAIN, [7] * BLOCK_TOKENS), PLAIN, 1.0)
+    now = time.monotonic()
+    disk.write_next(now, busy=False, room=1)
+    assert (disk.queue.get_next_write(), disk.queue.launched, len(disk.queue)) == (now + RETRY_SECONDS, set(), 1)
+
+
+def test_the_names_of_files_depend_on_the_versions_of_the_libraries():
+    assert f"mlx {version('mlx')} " in VERSIONS
+    assert f"mlx-lm {version('mlx-lm')}" in VERSIONS
 
 
 def test_a_prompt_that_is_continued_is_evicted_last_and_from_its_end(tmp_path: Path):

@@ -86,6 +86,18 @@ def test_the_queue_is_released_after_the_last_entry(tmp_path: Path):
     assert memory.nbytes <= 2 * 64 * MIB, "the part in progress stays"
 
 
+def test_the_parts_of_a_removed_entry_are_not_written_although_the_writer_has_them(tmp_path: Path):
+    disk, entry = DiskCache(tmp_path, "auto", 0.0), build_entry(2)
+    with stalled(disk, tmp_path):
+        disk.offer(entry, SHAPE, 1.0)
+        while disk.queue.get_next_write() is not None:
+            disk.write_next(time.monotonic(), busy=False, room=4, urgent=True)
+        disk.remove_entry(entry, SHAPE)
+    assert disk.writer is not None
+    assert disk.writer.wait(10)
+    assert (disk.files, disk.find(SHAPE, "", entry.key), len(list(tmp_path.glob("m/*")))) == (1, None, 1)
+
+
 def test_an_eviction_does_not_wait_for_the_part_that_is_being_written(tmp_path: Path):
     disk = DiskCache(tmp_path, "auto", 0.0)
     memory = PrefixMemory(PrefixCache[Layers](), lambda: a_memory(0), lambda cap: cap, lambda: None, disk)
