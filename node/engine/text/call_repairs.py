@@ -19,6 +19,7 @@ from node.engine.text.tool_call_parser import Parse
 
 NAKED: Final = {"qwen3_coder": ("<function=", "</function>")}
 """Markers of a call without the markers of its block, by the name of the parser."""
+_FUNCTION_MARK = re.compile("<function=|</function>|<parameter=|</parameter>")
 _KEY, _KEY_END, _VALUE_END = "<arg_key>", "</arg_key>", "</arg_value>"
 _VALUE_START = re.compile(r"\A(?:\\n|\s)*<arg_value>")
 """Start of a value in GLM, with the blanks and escaped newlines that mlx-lm's parser permits before it."""
@@ -37,7 +38,9 @@ def wrap_parser(name: str, parse: Parse) -> Parse:
 
     def parse_functions(block: str, tools: list[object]) -> object:
         functions = list(_find_functions(block))
-        return parse(block, tools) if len(functions) == 1 else [parse(function, tools) for function in functions]
+        if len(functions) < 2 and "</function>" in block:
+            return parse(block, tools)
+        return [parse(function, tools) for function in functions]
 
     def parse_values(block: str, tools: list[object]) -> object:
         return parse(_rewrite_arguments(block), tools)
@@ -58,12 +61,19 @@ def wrap_parser(name: str, parse: Parse) -> Parse:
 
 
 def _find_functions(block: str) -> Iterator[str]:
-    """Yield the functions of a block of Qwen3-Coder, each from its start to the first end after it."""
-    start_marker, end_marker = NAKED["qwen3_coder"]
-    at = 0
-    while (start := block.find(start_marker, at)) >= 0 and (end := block.find(end_marker, start)) >= 0:
-        at = end + len(end_marker)
-        yield block[start:at]
+    """Yield the functions of a block of Qwen3-Coder with their markers. An end marker in the text of a parameter ends
+    no function."""
+    start, in_parameter = -1, False
+    for mark in _FUNCTION_MARK.finditer(block):
+        if start < 0:
+            start = mark.start() if mark[0] == "<function=" else -1
+        elif in_parameter:
+            in_parameter = mark[0] != "</parameter>"
+        elif mark[0] == "</function>":
+            yield block[start : mark.end()]
+            start = -1
+        else:
+            in_parameter = mark[0] == "<parameter="
 
 
 def _rewrite_arguments(block: str) -> str:

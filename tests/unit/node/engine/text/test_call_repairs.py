@@ -101,6 +101,17 @@ def test_a_block_of_markers_without_ends_stops_no_other_answer(parser: str, unfi
 @pytest.mark.parametrize(
     ("parser", "block", "calls"),
     [
+        (
+            "qwen3_coder",
+            "<function=a>\n<parameter=x>\n</function>\n</parameter>\n</function>\n<function=b>\n</function>",
+            [("a", {"x": "</function>"}), ("b", {})],
+        ),
+        (
+            "qwen3_coder",
+            "<function=a>\n<parameter=x>\n<function=b></function>\n</parameter>\n</function>",
+            [("a", {"x": "<function=b></function>"})],
+        ),
+        ("qwen3_coder", "<function=a>\n<parameter=x>\nno end\n</function>", [("a", {})]),
         ("glm47", "run<arg_key>a</arg_key>1</arg_value>,<arg_key>b</arg_key><arg_value>2", [("run", {"a": 1})]),
         ("glm47", "run<arg_key>a</arg_key></arg_key></arg_value>", [("run", {"a": "</arg_key>"})]),
         ("glm47", "run", [("run", {})]),
