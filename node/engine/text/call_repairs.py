@@ -20,6 +20,16 @@ from node.engine.text.tool_call_parser import Parse
 NAKED: Final = {"qwen3_coder": ("<function=", "</function>")}
 """Markers of a call without the markers of its block, by the name of the parser."""
 _FUNCTION_MARK = re.compile("<function=|</function>|<parameter=|</parameter>")
+CALL_ENDS: Final = {
+    "gemma4": "}",
+    "kimi_k2": "<|tool_call_end|>",
+    "kimi_k3": "<|close|>call<|sep|>",
+    "minimax_m2": "</parameter>\n</invoke>",
+    "muse_spark": "</atem:parameter>\n</atem:invoke>",
+    "qwen3_coder": "</parameter>\n</function>",
+}
+"""Ends of calls within a block that can have several, by the name of the parser. The text of an argument does not
+contain them."""
 _KEY, _KEY_END, _VALUE_END = "<arg_key>", "</arg_key>", "</arg_value>"
 _VALUE_START = re.compile(r"\A(?:\\n|\s)*<arg_value>")
 """Start of a value in GLM, with the blanks and escaped newlines that mlx-lm's parser permits before it."""

@@ -15,7 +15,8 @@ Rules
 - Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
   earlier content, newlines after a marker separate it from further content; without further content they are removed.
 - Blocks: A block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes content with its
-  markers. Only the start of a call that the token limit cuts is left out, because no client can use it.
+  markers. Only the start of a call that the token limit cuts is left out, because no client can use it. Complete calls
+  before it in the same block are sent.
 - Errors: No ids raise an exception.
 """
 
@@ -199,8 +200,8 @@ class TextPipeline:
     def _end_block(self, *, cut: bool) -> None:
         """Handle the block that the end of the answer cut off. It is complete only for parsers without an end marker.
 
-        `cut`: the answer has ended by its token limit, and the start of a call is left out. An answer without a marker
-        of its response format is content.
+        `cut`: the answer has ended by its token limit. The complete calls of the block are sent, and the start of a
+        call is left out. An answer without a marker of its response format is content.
         """
         if self._stopped or self._place.state in (NORMAL, REASONING):
             return
@@ -210,14 +211,20 @@ class TextPipeline:
                 self._add_content(body)
             return
         is_start = cut and (self._place.state == NAKED or _CALL_START.match(body) is not None)
-        if not self._calls.end:
-            self._parse_block(body, self._place.marker, "", as_content=not is_start)
-        elif not is_start:
+        if is_start:
+            for part in self._calls.list_complete_parts(body, self._place.marker):
+                if self._parse_block(part, self._place.marker, "", as_content=False):
+                    return
+        elif self._calls.end:
             self._add_content(self._place.marker + body)
+        else:
+            self._parse_block(body, self._place.marker, "")
 
-    def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False, as_content: bool = True) -> None:
-        """Send the calls of a block between two markers, or the block as content. `whole`: the markers are part of the
-        call. Without `as_content`, leave out a block that is no call."""
+    def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False, as_content: bool = True) -> bool:
+        """Send the calls of a block between two markers, or the block as content. Return whether calls were sent.
+
+        `whole`: the markers are part of the call. Without `as_content`, leave out a block that is no call.
+        """
         calls = self._calls.parse_block(start + body + end if whole else body)
         shown = calls[:1] if self._one_call else calls
         if calls and all(len(call.encode()) <= MAX_CALL_BYTES for call in shown):
@@ -226,8 +233,10 @@ class TextPipeline:
             self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
             self._gap = ""
             self._stopped = self._one_call
-        elif as_content:
+            return True
+        if as_content:
             self._add_content(start + body + end)
+        return False
 
     # output
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from node.engine.grammar.tool_arguments import list_tool_variants
 from node.engine.grammar.tool_spec import ToolCallFormat
 from node.engine.text import harmony
-from node.engine.text.call_repairs import NAKED, wrap_parser
+from node.engine.text.call_repairs import CALL_ENDS, NAKED, wrap_parser
 from node.engine.text.chat_template import ChatTemplate, parse_tools
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
 from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
@@ -241,6 +241,7 @@ class Tokenizer:
             list_tool_variants(parsed_tools),
             self.markers.call[1],
             client_names,
+            CALL_ENDS.get(self.call_parser, ""),
         )
         if grammar is not None:
             place = grammar.get_start_place()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, cast
 
+from node.engine.text.stop_strings import count_overlap
+
 Parse = Callable[[str, list[object]], object]
 """Parser of a block without its markers, given the request's tools. Returns a call or a list of calls; may raise any
 exception."""
@@ -25,7 +27,8 @@ class ToolCallParser:
     The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
     the request's tools: if the parser returns no valid calls with one, the next is used. `end` is the marker at the end
     of a call; empty if a call ends with the answer. `client_names` has the client's names of tools by the names that
-    the model uses, where they differ.
+    the model uses, where they differ. `call_end` is the end of a call within a block of several; empty if a block has
+    only one.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class ToolCallParser:
         tools: Sequence[list[object]],
         end: str,
         client_names: Mapping[str, str] = NO_NAMES,
+        call_end: str = "",
     ) -> None:
         self.count = 0
         self.end = end
@@ -42,6 +46,7 @@ class ToolCallParser:
         self._parse = parse
         self._tools = tools
         self._client_names = client_names
+        self._call_end = call_end
 
     def parse_block(self, block: str) -> list[str]:
         """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`), and add the calls
@@ -57,6 +62,19 @@ class ToolCallParser:
                 self.count += len(calls)
                 return calls
         return []
+
+    def list_complete_parts(self, block: str, start: str) -> list[str]:
+        """Return the beginnings of a block without its end that can consist of complete calls, the longest first.
+
+        `start` is the marker before the block. Calls that end with the answer may be separated by this marker. Their
+        arguments are JSON: a call that the token limit cuts before its arguments has no end.
+        """
+        if self.end:
+            before, end, _ = block.rpartition(self._call_end) if self._call_end else ("", "", "")
+            return [before + end] if end else []
+        block = block[: len(block) - count_overlap(block, start)]
+        whole = [block] if block.rstrip().endswith(("}", "]")) else []
+        return [*whole, block.rpartition(start)[0]]
 
     def _parse_calls(self, parse: Parse, block: str, tools: list[object]) -> list[str]:
         try:

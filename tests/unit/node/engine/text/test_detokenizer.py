@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 
 from node.engine.text import tokenizer_loader
+from node.engine.text.call_repairs import CALL_ENDS
 from node.engine.text.detokenizer import Pieces, TextPipeline, TokenOutput
 from node.engine.text.markers import MarkerSet
 from node.engine.text.pipeline_parts import MarkCutter
@@ -218,6 +219,16 @@ def test_a_call_without_an_end_marker_ends_with_the_answer():
     assert read("<think>no [CALL] yet</think>b", markup=markup) == Read("b", "no [CALL] yet")
 
 
+def test_a_call_before_one_that_the_token_limit_cuts_is_sent():
+    markup = MarkerSet(("<think>", "</think>"), ("[CALL]", ""))
+    body = '{"name": "look", "arguments": {}}'
+    for size in range(-len("[CALL]"), len(body) - 1):
+        cut = f"a[CALL]{body}[CALL]{body[: max(0, size)]}"[: size if size < 0 else None]
+        assert read(cut, markup=markup, reason="length") == Read("a", "", (call(arguments="{}"),), "length")
+        one = read(cut, markup=markup, reason="length", one_call=True)
+        assert one == Read("a", "", (call(arguments="{}"),), "tool_calls")
+
+
 @pytest.mark.parametrize("tools", [True, False])
 def test_a_response_format_has_states_of_its_own(tools: bool):
     edges = {
@@ -312,6 +323,30 @@ def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
 
 def test_every_parser_has_its_transcript():
     assert sorted(file.stem for file in TRANSCRIPTS.glob("*.json")) == PARSERS
+
+
+@pytest.mark.parametrize("parser", [*CALL_ENDS, "mistral"])
+def test_complete_calls_of_a_block_that_the_token_limit_cuts_are_sent(parser: str, tmp_path: Path):
+    record = json.loads((TRANSCRIPTS / f"{parser}.json").read_text())
+    folder = vocabulary.byte_level(tmp_path / "m", tokens=record["tokens"])
+    (folder / "config.json").write_text(json.dumps(record["config"]))
+    model = tokenizer_loader.load(vocabulary.configure(folder, tool_parser_type=parser))
+    texts = {"gemma4": "<|tool_call>call:get_weather{days:2}call:search{query:1}<tool_call|>"}
+    texts["qwen3_coder"] = "<tool_call>\n{}\n{}\n</tool_call>".format(
+        "<function=get_weather>\n<parameter=days>\n2\n</parameter>\n</function>",
+        "<function=search>\n<parameter=query>\n</function> 1\n</parameter>\n</function>",
+    )
+    text = texts.get(parser) or record["cases"][0]["text"]
+    calls = list[int]()
+    for size in range(len(text)):
+        ids = vocabulary.byte_ids(model.wrapper.get_vocab(), text[:size])
+        found = run(model.create_pipeline("r", 0, (), json.dumps(record["tools"]), False), ids, "length")
+        assert all(json.loads(call["arguments"]) for call in found.calls)
+        assert found.reason == "length"
+        calls.append(len(found.calls))
+    assert calls == sorted(calls)
+    assert calls[text.index("search") + len("search")] == 1, "the second call has begun"
+    assert calls[-1] == (1 if parser == "mistral" else 2)
 
 
 @pytest.mark.parametrize("parser", PARSERS)

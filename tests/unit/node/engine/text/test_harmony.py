@@ -27,11 +27,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tokenizer_loader.load(vocabulary.configure(folder, chat_template=TEMPLATE, eos_token="<|return|>"))
 
 
-def read(model: Tokenizer, text: str, tools: str = TOOLS) -> tuple[str, str, list[tuple[str, object]], str]:
+def read(
+    model: Tokenizer, text: str, tools: str = TOOLS, end: str = "stop"
+) -> tuple[str, str, list[tuple[str, object]], str]:
     """Return content, reasoning, calls and finish reason of an answer."""
     made = model.create_pipeline("r", 0, (), tools, False)
     pieces = [piece for token in model.encode(text, plain=False) for piece in made.feed(token).pieces]
-    last, reason = made.finish("stop")
+    last, reason = made.finish(end)
     pieces += last
     calls = [json.loads(text) for channel, text in pieces if channel is Channel.TOOL_CALL]
     content, reasoning = (
@@ -63,6 +65,14 @@ def test_a_message_to_a_function_is_a_call(model: Tokenizer, message: str):
     assert read(model, THOUGHT + message) == ("", "Need the weather.", [call], "tool_calls")
     preamble = "<|channel|>commentary<|message|>One moment.<|end|><|start|>assistant"
     assert read(model, preamble + message) == ("One moment.", "", [call], "tool_calls")
+
+
+def test_a_call_that_the_token_limit_cuts_before_its_arguments_is_left_out(model: Tokenizer):
+    message = '<|channel|>commentary to=functions.get_weather<|message|>{"city": {"a": 1}}'
+    calls = [len(read(model, THOUGHT + message[:size], end="length")[2]) for size in range(len(message) + 1)]
+    assert calls == [0] * len(message) + [1]
+    whole = THOUGHT + message.partition("{")[0]
+    assert read(model, whole) == ("", "Need the weather.", [("get_weather", {})], "tool_calls")
 
 
 @pytest.mark.parametrize(
