@@ -24,12 +24,16 @@ def find_unsupported(config: Mapping[str, Any]) -> str:
         return ""
     tables = _read_tables(folder / "utils.py")
     architectures = config.get("architectures")
-    names = cast("Sequence[object]", architectures) if isinstance(architectures, list) else ()
+    listed = cast("Sequence[object]", architectures) if isinstance(architectures, list) else ()
+    names = [name for name in listed if isinstance(name, str)]
     renamed = next((to for name in names if (to := tables[_RENAMED_ARCHITECTURES].get((kind, name)))), None)
-    module = renamed or tables[_RENAMED].get(kind, kind)
-    is_name = str(module).isidentifier() or str(module).replace("-", "_").isidentifier()
-    models = folder / "models"
-    return "" if is_name and ((models / f"{module}.py").exists() or (models / str(module)).is_dir()) else kind
+    return "" if (renamed or tables[_RENAMED].get(kind, kind)) in _list_modules(folder / "models") else kind
+
+
+@cache
+def _list_modules(folder: Path) -> frozenset[str]:
+    """Return the names of the modules and packages in a folder."""
+    return frozenset(path.stem for path in folder.iterdir())
 
 
 @cache

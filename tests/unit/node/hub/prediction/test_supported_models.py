@@ -9,10 +9,11 @@ from node.hub.prediction.supported_models import find_unsupported
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
 def test_architectures_of_mlx_lm_and_renamed_ones_are_supported(kind: str):
-    assert find_unsupported({"model_type": kind, "architectures": ["X"]}) == ""
+    for architectures in (["X"], [["X"], {}, None], "X"):
+        assert find_unsupported({"model_type": kind, "architectures": architectures}) == ""
 
 
-@pytest.mark.parametrize("kind", ["unheard_of", "", ".", "..", "../utils", "llama.py", "a/b"])
+@pytest.mark.parametrize("kind", ["unheard_of", "", ".", "..", "../utils", "llama.py", "a/b", "x" * 300])
 def test_other_architectures_are_named(kind: str):
     assert find_unsupported({"model_type": kind, "architectures": None}) == kind
 
