@@ -299,6 +299,19 @@ def test_a_block_too_long_to_be_read_in_time_is_text():
     assert asked == []
 
 
+def test_calls_have_the_names_of_the_client_and_the_first_form_of_tools_with_calls():
+    asked = list[object]()
+
+    def answer(block: str, tools: list[object]) -> object:
+        asked.append(tools)
+        return [{"name": name, "arguments": {}} for name in ("a_b", "c")] if tools == [2] else None
+
+    calls = ToolCallParser("q_", answer, [[1], [2], [3]], "</call>", {"a_b": "a.b"})
+    found = [json.loads(call) for call in calls.parse_block("x")]
+    assert [(call["name"], call["index"], call["id"]) for call in found] == [("a.b", 0, "q_0"), ("c", 1, "q_1")]
+    assert (asked, calls.count) == ([[1], [2]], 2)
+
+
 @pytest.mark.parametrize(("more", "calls"), [(0, 1), (1, 0)])
 def test_a_call_beyond_the_limit_of_a_frame_becomes_content(more: int, calls: int):
     empty = len(json.dumps(call(arguments='{"at": ""}')))

@@ -23,7 +23,7 @@ from node.engine.process.interface import NativeCallKind
 from node.engine.text import chat_template, tokenizer, tokenizer_loader
 from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError
-from node.engine.text.tokenizer_trial import FILE, TokenizerTrials
+from node.engine.text.tokenizer_trial import FILE, MAX_RESULTS, TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support.engine import vocabulary
 from tests.support.engine.text_engine import Driver
@@ -75,6 +75,21 @@ def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
     for former in (stored | {"versions": stored["versions"].replace("transformers", "transformers 1.")}, ["f1"]):
         results.write_text(json.dumps(former))
         assert TokenizerTrials(tmp_path / "kept").compute_need_bytes("f1", 1000) > 0, "other versions are tried"
+
+
+@pytest.mark.slow
+def test_a_tokenizer_that_cannot_be_loaded_passes_its_trial_and_the_oldest_results_are_forgotten(tmp_path: Path):
+    model = a_model(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    trials = TokenizerTrials(tmp_path)
+    trials.run(model, "f1", 1000)
+    assert (trials.find_cause("f1"), trials.compute_need_bytes("f1", 1000)) == ("", 0)
+    file = tmp_path / FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"passed": [f"o{n}" for n in range(MAX_RESULTS)]}))
+    later = TokenizerTrials(tmp_path)
+    later.run(model, "f1", 1000)
+    assert [later.compute_need_bytes(name, 1000) > 0 for name in ("o0", "o1", "f1")] == [True, False, False]
+    assert len(json.loads(file.read_text())["passed"]) == MAX_RESULTS
 
 
 @pytest.mark.slow

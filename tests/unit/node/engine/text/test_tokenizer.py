@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from node.engine.text import chat_template, tokenizer_loader
 from node.engine.text.tokenizer import Tokenizer
@@ -189,6 +190,30 @@ def test_the_last_message_is_continued_on_request(plain: Tokenizer):
     assert text(plain, prompt.ids) == "<|user|>hello<|assistant|>hello w"
 
 
+def test_a_message_that_is_continued_has_no_end(tmp_path: Path):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</end>{% endfor %}"
+    request = ask(USER, Message("assistant", "hello w"), template='{"continue_final_message": true}')
+    model = with_template(tmp_path, template)
+    assert text(model, model.tokenize_request(request).ids) == "<user>hello</end><assistant>hello w"
+
+
+def test_tokens_of_a_shared_system_prompt_depend_on_the_date_of_its_template_and_on_its_prompt(tmp_path: Path):
+    model = with_template(tmp_path, "{{ strftime_now('%d %b') }}{% for m in messages %}<{{ m.content }}>{% endfor %}")
+
+    def count(created: int, *messages: str) -> int:
+        system, *others = (Message("system" if at == 0 else "user", words) for at, words in enumerate(messages))
+        request = replace(ask(system, *others, created=created), shared=True)
+        shared = model.count_shared_tokens(request, model.tokenize_request(request))
+        assert model.count_shared_tokens(replace(request, shared=False), model.tokenize_request(request)) == 0
+        return shared
+
+    first = len(model.encode("01 Jan<be brief><", plain=False))
+    assert [count(86_400 * day, "be brief", "hello") for day in (0, 1, 0)] == [first] * 3
+    request = replace(ask(Message("system", "be brief"), USER), shared=True)
+    other = model.tokenize_request(ask(Message("system", "be long"), USER))
+    assert model.count_shared_tokens(request, other) == 0
+
+
 @pytest.mark.parametrize("name", sorted(chat_template.RESERVED))
 def test_a_template_variable_cannot_change_the_call(plain: Tokenizer, name: str):
     with pytest.raises(TemplateFailed, match=f"cannot be called {name}"):
@@ -355,6 +380,15 @@ def test_the_error_of_a_broken_file_omits_its_path(tmp_path: Path, file: str):
     with pytest.raises(TokenizerError, match=r"^broken: ") as failed:
         tokenizer_loader.load(written)
     assert str(tmp_path) not in str(failed.value)
+
+
+def test_the_error_of_a_file_that_cannot_be_read_names_only_the_folder(tmp_path: Path):
+    written = vocabulary.byte_level(tmp_path / "model")
+    (written / "config.json").unlink(missing_ok=True)
+    (written / "config.json").mkdir()
+    with pytest.raises(TokenizerError, match=r"model/config\.json") as error:
+        tokenizer_loader.load(written)
+    assert str(tmp_path) not in str(error.value)
 
 
 def test_a_missing_folder_is_a_tokenizer_error(tmp_path: Path):
