@@ -31,13 +31,16 @@ from node.engine_process.lifecycle import (
     StopRequested,
     WaitForRestart,
     WakeRequested,
+    make_report_event,
     refuse_not_ready,
     step,
 )
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
 from tests.effort import scale_examples
+from wire.frames import EngineReport
 from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
+from wire.report import Memory, Model
 from wire.units import GIB
 
 TIMEOUTS = SupervisorTimeouts()
@@ -53,6 +56,19 @@ def after(*events: Event, life: EngineLife = NEW) -> EngineLife:
 
 STARTED = after(StartDue(), ChildStarted())
 READY = after(ChildReported(), life=STARTED)
+
+
+def test_a_report_names_the_models_and_whether_limits_are_in_force():
+    models = Model("a", loaded=True), Model("b", loading=True), Model("c", cause="why")
+    assert make_report_event(EngineReport(Memory(cap=1), models, 0, 0, unreturned=5), busy=True) == ChildReported(
+        armed=True,
+        loaded=frozenset({"a"}),
+        loading=frozenset({"b"}),
+        broken=frozenset({"c"}),
+        unreturned=5,
+        busy=True,
+    )
+    assert make_report_event(EngineReport(Memory(), (), 0, 0), busy=False) == ChildReported(armed=False)
 
 
 def test_a_child_is_ready_after_its_first_report_with_limits_in_force():

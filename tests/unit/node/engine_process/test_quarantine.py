@@ -10,6 +10,8 @@ def test_a_model_that_killed_twice_is_kept_out_for_ten_minutes():
     (ban,) = quarantine.list_bans(20.0)
     assert (ban.model, ban.seconds) == ("m", QUARANTINE_SECONDS - 10.0)
     assert "2 times" in ban.cause
+    assert not quarantine.record_crash("m", 11.0), "the count begins at 0 again"
+    assert quarantine.list_bans(20.0) == (ban,)
     assert quarantine.list_bans(10.0 + QUARANTINE_SECONDS) == ()
 
 

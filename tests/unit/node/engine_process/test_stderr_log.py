@@ -12,7 +12,7 @@ def test_the_tail_since_a_start_omits_lines_that_only_inform(tmp_path: Path):
     path.write_text("old death\n")
     start = log.measure_size()
     assert log.read_tail(start) == ""
-    path.write_text("old death\none\n 2026 [info ] gate\n\n two \nthree\nfour\n")
+    path.write_text("old death\none\n\n two \nthree\n 2026 [info ] gate\nfour\n")
     assert log.read_tail(start) == "two | three | four"
     assert path.stat().st_mode & 0o777 == 0o600
 
