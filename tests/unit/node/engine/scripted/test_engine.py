@@ -31,10 +31,13 @@ from wire.frames import (
     MemoryLimits,
     Message,
     ProfileModel,
+    ReclaimMemory,
+    ReduceMemory,
     Refusal,
     UnloadModel,
 )
-from wire.refusals import RefusalCode
+from wire.refusals import FailureCode, RefusalCode
+from wire.report import MemoryLevel
 from wire.units import GIB, MIB, parse_size
 
 STEP = 0.02
@@ -203,7 +206,17 @@ def test_a_stop_string_across_deltas_ends_one_choice_and_is_not_shown():
     assert bench.text[number, 0] == "lore"
     assert bench.text[number, 1].startswith("ipsum dolor sit")
     assert bench.finished(number).reasons == ("stop", "length")
+    assert bench.finished(number).stops == ("m ipsum dol", "")
     assert bench.finished(number).completion_tokens == 3 + 10
+
+
+def test_without_a_stream_the_tokens_of_half_a_second_are_sent_together():
+    bench = Bench()
+    number = bench.ask(max_tokens=40, stream=False)
+    bench.run()
+    (first, rest) = [frame.deltas[0].ids for frame in bench.said[number] if isinstance(frame, Deltas)]
+    assert len(first) == pytest.approx(0.5 / STEP, abs=1)
+    assert first + rest == tuple(range(40))
 
 
 def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_it():
@@ -218,8 +231,9 @@ def test_one_frame_serves_all_rows_of_a_step_at_absolute_deadlines():
     numbers = [bench.ask(max_tokens=50) for _ in range(64)]
     while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
-    while bench.turn():
-        bench.now += 0.013
+    while (due := bench.engine.next_step_at(bench.now)) is not None:
+        bench.now = due + 0.013
+        bench.turn()
     assert len(bench.steps) == 50
     assert bench.steps[-1] - bench.steps[0] == pytest.approx(49 * STEP, abs=2 * 0.013)
     assert all(bench.finished(number).completion_tokens == 50 for number in numbers)
@@ -437,6 +451,38 @@ def test_it_crashes_on_request_at_the_first_decode_step():
 
 
 # cancelling
+
+
+@pytest.mark.parametrize("delivered", [False, True])
+def test_an_order_over_the_hard_limit_ends_the_newest_request(delivered: bool):
+    bench = Bench()
+    older = bench.ask(max_tokens=3)
+    while not bench.steps:
+        bench.turn()
+    newest = bench.ask(max_tokens=3)
+    while delivered and not bench.ids[newest, 0]:
+        bench.turn()
+    if not delivered:
+        bench.cancel(older)
+        bench.engine.step(bench.now)
+    bench.keep(bench.engine.handle(ReduceMemory(4, MemoryLevel.OVER_SOFT), bench.now))
+    assert (bench.report().enforced, bench.report().counts.sheds) == (4, 0)
+    bench.keep(bench.engine.handle(ReduceMemory(5, MemoryLevel.OVER_HARD, 1), bench.now))
+    assert (bench.report().enforced, bench.report().counts.sheds) == (5, 1)
+    assert bench.report().memory.recent == bench.report().memory.active, "the memory before is no recent peak"
+    end = bench.last(newest)
+    assert isinstance(end, Failed if delivered else Refusal)
+    assert not isinstance(end, Failed) or end.code == FailureCode.MEMORY_PRESSURE
+    bench.run()
+    assert bench.last(newest) is end
+    assert not delivered or isinstance(bench.last(older), Finished)
+
+
+def test_the_report_has_the_order_to_free_memory_and_the_expected_length_of_an_answer():
+    bench = Bench(tokens=7)
+    bench.keep(bench.engine.handle(ReclaimMemory(3, GIB), bench.now))
+    assert bench.report().freed_order == 3
+    assert [model.expected_output for model in bench.report().models] == [7]
 
 
 def test_a_cancel_is_final_in_every_phase():
