@@ -14,6 +14,8 @@ def split(*paths: str) -> tuple[list[str], list[str]]:
 def test_select_files_skips_code_other_formats_and_pictures():
     needed, skipped = split(
         ".gitattributes",
+        "._config.json",
+        ".model.safetensors",
         "README.md",
         "config.json",
         "model-00001-of-00002.safetensors",
@@ -41,7 +43,7 @@ def test_select_files_skips_code_other_formats_and_pictures():
         "chat_template.jinja",
         "merges.txt",
     ]
-    assert len(skipped) == 9
+    assert len(skipped) == 11
 
 
 def test_select_files_keeps_other_safetensors_without_weights_of_the_usual_name():

@@ -71,8 +71,28 @@ def test_a_mirror_without_certificates_cannot_begin(tmp_path: Path):
     assert end.message.startswith("the mirror cannot begin: ")
 
 
-def run(folder: Path, cluster: ClusterFiles, hosts: tuple[str, ...]) -> ChildEnd:
+def test_a_mirror_ends_without_requests_or_at_a_stop(tmp_path: Path):
+    cluster = get_files(make_identity(tmp_path, ClusterCa(tmp_path / "authority", time.time), "n1"))
+    assert run(tmp_path, cluster, ("127.0.0.1",), idle_seconds=0.1).code == ModelOrderCode.COMPLETED
+    channel = ChildChannel()
+    channel.stop.set()
+    assert run(tmp_path, cluster, ("127.0.0.1",), channel=channel).code == ModelOrderCode.CANCELLED
+
+
+def run(
+    folder: Path,
+    cluster: ClusterFiles,
+    hosts: tuple[str, ...],
+    *,
+    idle_seconds: float = 60.0,
+    channel: ChildChannel | None = None,
+) -> ChildEnd:
     order = MirrorOrder(
-        manifest=MANIFEST, hub=str(folder / "hub"), token="token", cluster=cluster, hosts=hosts, idle_seconds=60.0
+        manifest=MANIFEST,
+        hub=str(folder / "hub"),
+        token="token",
+        cluster=cluster,
+        hosts=hosts,
+        idle_seconds=idle_seconds,
     )
-    return run_mirror(order, ChildChannel())
+    return run_mirror(order, channel or ChildChannel())

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
@@ -116,8 +117,12 @@ def test_a_file_is_sent_with_its_digests(server: HubServer, folder: RepositoryFo
 )
 def test_ranges(server: HubServer, folder: RepositoryFolder, sent: str, status: int, start: int, end: int):
     put_blob(folder)
-    answer = get(server, PATH, range=sent)
+    descriptors = psutil.Process().num_fds()
+    answer, head = get(server, PATH, range=sent), get(server, PATH, "HEAD", range=sent)
     assert (answer.status, answer.body) == (status, CONTENT[start:end])
+    assert (head.status, head.headers, head.body) == (status, answer.headers, b"")
+    assert (answer.headers["x-linked-size"], answer.headers["content-length"]) == ("3500", str(end - start))
+    assert psutil.Process().num_fds() == descriptors, "the file is closed"
     assert answer.headers.get("content-range") == (f"bytes {start}-{end - 1}/3500" if status == 206 else None)
 
 
@@ -296,6 +301,28 @@ def test_bodies_longer_than_a_block_are_sent_whole(tmp_path: Path):
     answer = get(server, PATH, range="bytes=7-")
     assert answer.body == content[7:]
     assert (answer.status, answer.complete, server.sent_bytes) == (206, True, len(content) - 7)
+
+
+def test_a_body_ends_at_a_disconnect_of_the_client(folder: RepositoryFolder):
+    content = bytes(8 * READ_BYTES)
+    large = ModelFile("model.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    folder.get_blob(large.etag).write_bytes(content)
+    server = HubServer(CacheRepository(folder.hub, ModelManifest("a/b", "c" * 40, (large,))).find)
+    sent = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await sent.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message.get("body"):
+            sent.set()
+            await asyncio.sleep(0)
+
+    path = "/a/b/resolve/main/model.safetensors"
+    scope = {"type": "http", "method": "GET", "path": path, "headers": []}
+    asyncio.run(asyncio.wait_for(server(scope, receive, send), 20))
+    assert 0 < server.sent_bytes <= 2 * READ_BYTES
 
 
 def test_the_api_describes_repository_and_tree(server: HubServer):
