@@ -168,3 +168,20 @@ def test_a_request_does_not_evict_its_own_model():
     assert refused > 2
     driver.take(ROOMY)
     assert isinstance(driver.end(driver.ask("word " * 380, GenerationParams(max_tokens=2))), Finished)
+
+
+def test_a_cancel_that_comes_first_drops_one_request_and_the_highest_sequence_number_is_acknowledged():
+    driver = Driver(models.path("llama"))
+
+    def send(number: int, seq: int) -> int:
+        params = GenerationParams(max_tokens=2, temperature=0.0)
+        driver.take(Generate(number, seq, "r", driver.default, (Message("user", "Hello!"),), params, 0))
+        return driver.engine.report(time.monotonic()).acked_seq
+
+    assert send(1, 2) == 2
+    assert isinstance(driver.end(1), Finished)
+    driver.cancel(7)
+    assert (send(7, 5), driver.said[7]) == (5, [])
+    assert send(8, 3) == 5
+    assert send(7, 6) == 6
+    assert [isinstance(driver.end(number), Finished) for number in (7, 8)] == [True, True]
