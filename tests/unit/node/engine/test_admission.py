@@ -126,3 +126,23 @@ def test_token_ids_of_an_embedding_are_below_the_size_of_the_vocabulary():
     refused = refuse_embedding(embedding((1,), (100, 2)), layout, 8, 100)
     assert refused is not None
     assert (refused.code, refused.message) == (RefusalCode.INVALID, "token id 100 is outside of 0..99")
+
+
+@pytest.mark.parametrize(
+    ("layout", "wanted", "text"),
+    [
+        (EmbeddingLayout(), 8, ""),
+        (EmbeddingLayout(), 4, "have 8 numbers and cannot be shortened to 4"),
+        (EmbeddingLayout(can_shorten=True), 4, ""),
+        (EmbeddingLayout(can_shorten=True), 9, "may have 1 to 8 numbers, not 9"),
+        (EmbeddingLayout(can_shorten=True, lengths=(2, 4)), 4, ""),
+        (EmbeddingLayout(can_shorten=True, lengths=(2, 4)), 8, ""),
+        (EmbeddingLayout(can_shorten=True, lengths=(2, 4)), 3, "may have 2, 4 numbers, not 3"),
+    ],
+)
+def test_the_length_of_vectors_is_that_of_the_model_or_one_that_it_allows(
+    layout: EmbeddingLayout, wanted: int, text: str
+):
+    refused = refuse_embedding(embedding((1,), dimensions=wanted), layout, 8, 100)
+    assert (refused is None) == (not text)
+    assert refused is None or (refused.code is RefusalCode.INVALID and text in refused.message)

@@ -14,8 +14,9 @@ from node.engine.memory.gate import GateSite
 from tests.support.engine.embedders import make_embedder
 from tests.support.engine.text_engine import Driver
 from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
-from wire.frames import Admitted, Failed, Finished, GenerationParams, Refusal, Vectors
+from wire.frames import Admitted, Failed, Finished, GenerationParams, ReduceMemory, Refusal, Vectors
 from wire.refusals import FailureCode, RefusalCode, Refused
+from wire.report import MemoryLevel
 
 TEXTS = ("hello", "what is the capital of France?", "x", "a longer text about rivers and mountains " * 12)
 
@@ -262,6 +263,19 @@ def test_the_newest_request_is_ended_first(driver: Driver):
     driver.turn()
     assert driver.engine.parts.embeddings.end_newest(Refused(RefusalCode.NO_ROOM, "over the cap"), 0.0)
     assert isinstance(driver.end(second), Refusal)
+    assert isinstance(driver.end(first), Finished)
+
+
+def test_requests_for_embeddings_are_reported_as_waiting_and_end_over_the_hard_limit(driver: Driver):
+    driver.vectors(driver.embed("hello"))
+    first, second = driver.embed("x " * 40), driver.embed("x y " * 40)
+    report = driver.engine.report(time.monotonic())
+    assert (report.waiting, report.queued_tokens > 100) == (2, True)
+    driver.take(ReduceMemory(1, MemoryLevel.OVER_HARD, 1 << 40))
+    end = driver.ended(second)
+    assert isinstance(end, Refusal)
+    assert driver.ended(first) is None
+    assert driver.engine.report(time.monotonic()).waiting == 1
     assert isinstance(driver.end(first), Finished)
 
 
