@@ -1,6 +1,7 @@
 """Ports of a mirror, its addresses for other nodes, and mirrors that cannot begin."""
 
 import socket
+import ssl
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from coordinator.tls.cluster_ca import ClusterCa
 from node.hub.child_messages import ChildChannel, ChildEnd, ClusterFiles, MirrorOrder
 from node.hub.serving.mirror import format_url, open_ports, run_mirror
+from node.hub.serving.node_tls import NodeServerContext
 from tests.support.cluster.model_node import get_files, make_identity
 from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest
@@ -69,6 +71,20 @@ def test_a_mirror_without_certificates_cannot_begin(tmp_path: Path):
     end = run(tmp_path, ClusterFiles(cluster="c1", certificate=str(tmp_path / "missing")), ("127.0.0.1",))
     assert end.code == ModelOrderCode.FAILED
     assert end.message.startswith("the mirror cannot begin: ")
+
+
+def test_nodes_use_no_older_tls_between_each_other(tmp_path: Path):
+    files = get_files(make_identity(tmp_path, ClusterCa(tmp_path / "authority", time.time), "n1"))
+    older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    older.load_cert_chain(files.certificate)
+    (server_bytes, client_bytes), server = (ssl.MemoryBIO(), ssl.MemoryBIO()), NodeServerContext.create(files)
+    client = older.wrap_bio(server_bytes, client_bytes)
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    with pytest.raises(ssl.SSLError, match=r"(?i)protocol|version"):
+        server.wrap_bio(client_bytes, server_bytes, server_side=True).do_handshake()
 
 
 def test_a_mirror_ends_without_requests_or_at_a_stop(tmp_path: Path):
