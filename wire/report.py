@@ -1,8 +1,6 @@
 """Parts of a node's report: memory, models, engine and sharing. `wire.frames.Report` carries them.
 
 A node reports every `report_busy_seconds` while busy, about every `report_idle_seconds` while idle, and after changes.
-The router places requests by the reports; the web page and the commands display them.
-
 Sizes are bytes, speeds are tokens per second, times are seconds. Fields are only appended, never reordered. A reader
 uses defaults for fields that an older node does not send, and ignores unknown fields.
 """
