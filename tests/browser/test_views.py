@@ -1604,5 +1604,7 @@ def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers
     page.reload()
     expect(page.get_by_role("heading", name="GuardOff")).to_be_visible()
     expect(page.get_by_text("the guard of a is off")).to_be_visible()
-    show(page, "runbook/CutOff")
+    show(page, "runbook/Cut%4Fff")
     expect(page.get_by_text("It does not hold now.")).to_be_visible()
+    show(page, "runbook/%")
+    expect(page.get_by_role("link", name="CutOff")).to_be_visible()

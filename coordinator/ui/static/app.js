@@ -29,7 +29,14 @@ const VIEWS = {
 const LINKED = ["runbook"];
 const THEME = "macpool-theme";
 
-const place = () => location.hash.slice(2).split("/");
+const decoded = (part) => {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;  // it is no valid address, as "%"
+  }
+};
+const place = () => location.hash.slice(2).split("/").map(decoded);
 
 function useView() {
   const [parts, setParts] = useState(place());

@@ -69,7 +69,7 @@ function Ended({ ended }) {
 export function Requests({ pool, rest }) {
   const { requests = [], ended = [] } = pool;
   if (rest[0]) {
-    const id = decodeURIComponent(rest[0]);
+    const [id] = rest;
     return html`<${One} key=${id} id=${id} phase=${requests.find((one) => one.id === id)?.phase} />`;
   }
   return html`<section class="card"><h3>In flight</h3>${requests.length ? html`<${Table} caption="Requests in flight" head=${["time", "request", "key", "model", "Mac", "state", "#prompt", "#cached", "#generated", "#attempts"]}

@@ -5,7 +5,7 @@ import { Nothing } from "/ui/pool.js";
 import { RUNBOOK } from "/ui/runbook.js";
 
 export function Runbook({ pool, rest }) {
-  const name = decodeURIComponent(rest[0] ?? "");
+  const name = rest[0] ?? "";
   const now = (pool.conditions ?? []).filter((one) => one.name === name);
   const names = Object.keys(RUNBOOK);
   if (!names.includes(name)) return html`<section class="card"><ul>${names.map((one) => html`<li><a href=${`#/runbook/${one}`}>${one}</a></li>`)}</ul></section>`;
