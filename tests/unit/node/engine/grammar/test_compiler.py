@@ -272,14 +272,16 @@ def test_a_process_that_ended_while_idle_refuses_no_grammar():
     assert asked.find_fault(FINE) == ""
 
 
-def test_a_process_that_could_not_be_started_once_is_started_by_the_next_check(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_could_not_be_started_once_is_started_by_the_next_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     asked, wait = SandboxClient(), select.select
     child = asked.start()
 
     def crash(*arguments: Any) -> Any:
         child.kill()
         child.wait()
-        monkeypatch.setattr(sys, "executable", "/nonexistent")
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
         return wait(*arguments)
 
     monkeypatch.setattr(select, "select", crash)
