@@ -74,6 +74,7 @@ ENTRIES = (
         risky=True,
     ),
     Entry("footprint-falls", "Time until freed memory leaves the footprint", mac_engine.check_footprint_falls),
+    Entry("rows-alone", "Requests at once to a model that cannot be batched"),
     Entry("device-error", "A kernel that macOS ends on the GPU", mac_engine.check_device_error, risky=True),
     Entry("prefill-transients", "Temporary memory of a prefill on Metal, compared with the estimate"),
     Entry("soft-end", "A terminated engine returns its memory", mac_engine.check_soft_end),
