@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from tests.support.cluster.answering_server import Server
 
 NODE: dict[str, Any] = {"faults": [], "error": "", "settings": []}
 HOOK = "https://hooks.example/services/SECRET"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,13 @@
 """Output of `cluster cache`, against a server with the answer of a coordinator."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from msgspec.structs import asdict
 
 from coordinator.client.errors import NOT_FOUND
 from tests.support.cluster.answering_server import Server
 from wire.report import CacheState, ModelCache
 from wire.units import GIB
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 def answer(cache: CacheState) -> dict[str, object]:

@@ -20,14 +20,6 @@ from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import Served, served
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Served]:
     with served() as made:

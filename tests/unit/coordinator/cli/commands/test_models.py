@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from tests.support.cluster.answering_server import Server
 from tests.support.processes import CLI, environment
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 def row(

@@ -1,21 +1,11 @@
 """Output and exit codes of `cluster status` and `cluster node drain`, against a server with a coordinator's answers."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from coordinator.client.errors import REFUSED
 from tests.support.cluster.answering_server import Server
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -1,7 +1,6 @@
 """Output, requests and exit codes of `cluster pause` and `cluster resume`."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,6 @@ from coordinator.cli.commands.pause import describe_sharing
 from coordinator.client.errors import NOT_FOUND
 from host.node_marks import PauseFile
 from tests.support.cluster.answering_server import Server
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 @pytest.fixture

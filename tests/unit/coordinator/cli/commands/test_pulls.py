@@ -1,8 +1,6 @@
 """Output and exit codes of `cluster pull`, against a server with the answers of a coordinator."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,14 +22,6 @@ PLAN = {
     "nodes": [],
 }
 """Plan of a pull, as the coordinator answers."""
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 def place(name: str, state: str, message: str = "") -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -50,14 +49,6 @@ def test_explain_refuses_an_id_with_export(tmp_path: Path) -> None:
     file = tmp_path / "decisions"
     done = CliRunner().invoke(cluster, ["explain", "chat-1", "--export", str(file), "--state", str(tmp_path)])
     assert (done.exit_code, "leave out either ID or --export" in done.output, file.exists()) == (2, True, False)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 VECTORS, SCORES = {"id": "a", "type": "embeddings"}, {"id": "b", "type": "rerank"}

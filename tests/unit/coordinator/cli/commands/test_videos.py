@@ -1,7 +1,6 @@
 """Arguments, output and exit codes of `cluster video`."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,14 +16,6 @@ from wire.units import GIB
 QUEUED = to_row(a_job(1, phase="waiting for \x1b[31mmemory"))
 COMPLETED = to_row(a_job(2, state=JobState.COMPLETED, phase="completed", ended=9.0, peak=GIB))
 FAILED = to_row(a_job(3, state=JobState.FAILED, ended=9.0, fault=JobFault("no_headroom", "no node has room")))
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
 
 
 def test_sizes_are_a_list_of_width_and_height():
