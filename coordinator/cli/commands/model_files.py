@@ -27,7 +27,9 @@ Copy = dict[str, Any]
 
 
 @model.command("files")
-@click.option("--unused-since", type=Duration(), help="Only copies without a request for this time (30d).")
+@click.option(
+    "--unused-since", type=Duration(), help="Only copies without a request or a download for this time (30d)."
+)
 @session_options
 def list_files(session: ApiSession, unused_since: float | None) -> None:
     """List the copies of models on the disks of the nodes.
@@ -95,7 +97,9 @@ def _print_files(answer: dict[str, Any]) -> None:
 @model.command("rm")
 @click.argument("model", required=False)
 @click.option("--node", "nodes", multiple=True, help="Only on this node; may be repeated. Default: all nodes.")
-@click.option("--unused-since", type=Duration(), help="All models without a request for this time (30d), by node.")
+@click.option(
+    "--unused-since", type=Duration(), help="All models without a request or a download for this time (30d), by node."
+)
 @yes_option
 @session_options
 def remove(
