@@ -30,9 +30,12 @@ PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
 
 class Body(BaseModel):
-    """Base of all request bodies of the control plane. A body with an unknown field is refused with 400."""
+    """Base of all request bodies of the control plane.
 
-    model_config = ConfigDict(extra="forbid")
+    A body with an unknown field, or with a value of another type, such as `"3"` for a number, is refused with 400.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StrictRequest(Request):

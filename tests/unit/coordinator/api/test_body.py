@@ -98,3 +98,28 @@ async def test_a_length_that_is_too_long_or_no_number_is_refused_unread(
     built: Application, announced: bytes, status: int
 ):
     assert await send_body(built, {"body": b"{}"}, announced=announced) == status
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/api/v1/tokens", {"uses": "3"}, "uses"),
+        ("/api/v1/tokens", {"uses": 3.0}, "uses"),
+        ("/api/v1/tokens", {"ttl_seconds": True}, "ttl_seconds"),
+        ("/api/v1/keys", {"name": "laptop", "ttl_seconds": "600"}, "ttl_seconds"),
+        ("/api/v1/place", {"model": "tiny", "max_tokens": True}, "max_tokens"),
+        ("/api/v1/pulls", {"repo": "a/b", "all": "yes"}, "all"),
+    ],
+)
+async def test_a_value_of_another_type_is_refused_not_converted(
+    built: Application, path: str, body: dict[str, object], field: str
+):
+    key = built.admin.create_key("admin", ["admin"], None)["key"]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(built.app),
+        base_url="http://127.0.0.1",
+        headers={"authorization": f"Bearer {key}"},
+    ) as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
