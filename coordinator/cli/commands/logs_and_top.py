@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,7 +18,7 @@ import click
 from coordinator.cli.memory_breakdown import format_age, get_guard_state
 from coordinator.cli.node_table import format_headroom, format_memory, format_model_count, format_state, render_bar
 from coordinator.client.api_client import ApiSession, session_options
-from coordinator.client.connection import split_lines
+from coordinator.client.connection import send_request, split_lines
 from coordinator.client.errors import REFUSED, TIMED_OUT, UNREACHABLE, CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.node_state import NodeState
@@ -270,9 +271,10 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     """Write the files with which Prometheus scrapes this pool, and print the configuration.
 
     The folder has prometheus.yml, rules.yml and the scrape token (a key of the scope `metrics`, mode 0600). If the
-    endpoint has its own authority, the folder has its certificate. The files refer to each other without a path: the
-    folder can be moved, or mounted into a container. A new folder has mode 0700; that of an existing one does not
-    change.
+    endpoint has its own authority, the folder has its certificate. A token that the coordinator no
+    longer accepts is replaced. The
+    files refer to each other without a path: the folder can be moved, or mounted into a container. A new folder has
+    mode 0700; that of an existing one does not change.
     """
     from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
@@ -286,8 +288,10 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
         ca = session.get_authority()
         if ca:
             authority.write_text(ca)
-        if renew or not token.exists():
-            write_private(token, _create_scrape_token(session, token).encode())
+        keys = session.request_json("GET", "/api/v1/keys")["keys"]
+        stored = _find_scrape_key(keys, token)
+        if renew or stored is None or not _is_accepted(session, token):
+            write_private(token, _create_scrape_token(session, keys, stored).encode())
         page = session.request_json("GET", "/api/v1/status")["base_url"].removesuffix("/v1")
         text = render_configuration(_replace_host(page, host), token.name, authority.name if ca else "")
         (place / "prometheus.yml").write_text(text)
@@ -305,14 +309,29 @@ def _replace_host(base: str, host: str | None) -> str:
     return base if named is None else f"{where.scheme}://{named}:{where.port}"
 
 
-def _create_scrape_token(session: ApiSession, before: Path) -> str:
-    """Create the key with which Prometheus scrapes, and return its text. Revoke the key in the file `before`."""
-    keys = session.request_json("GET", "/api/v1/keys")["keys"]
-    old = before.read_text(errors="replace").partition("_")[2].partition("_")[0] if before.exists() else ""
-    for key in keys:
-        if key["id"] == old:
-            session.request_json("DELETE", f"/api/v1/keys/{quote(old, safe='')}")
-    taken = {key["name"].casefold() for key in keys if key["id"] != old}
+def _find_scrape_key(keys: list[dict[str, Any]], token: Path) -> dict[str, Any] | None:
+    """Return the row of `keys` whose text is in the file `token`. None without the file, and if the key was revoked or
+    belongs to another pool."""
+    name = token.read_text(errors="replace").partition("_")[2].partition("_")[0] if token.exists() else ""
+    return next((key for key in keys if key["id"] == name), None)
+
+
+def _is_accepted(session: ApiSession, token: Path) -> bool:
+    """Return whether the coordinator accepts the key in the file `token`: not after its secret was replaced or it has
+    expired."""
+    key = token.read_text(errors="replace").strip()
+    if not key.isascii():
+        return False
+    with send_request(replace(session.select_coordinator(), key=key), "GET", "/api/v1/status") as response:
+        response.read()
+        return response.status < 400
+
+
+def _create_scrape_token(session: ApiSession, keys: list[dict[str, Any]], stored: dict[str, Any] | None) -> str:
+    """Create the key with which Prometheus scrapes, and return its text. Revoke the key `stored`, if any."""
+    if stored is not None:
+        session.request_json("DELETE", f"/api/v1/keys/{quote(stored['id'], safe='')}")
+    taken = {key["name"].casefold() for key in keys if key is not stored}
     names = ("prometheus" if number == 1 else f"prometheus-{number}" for number in itertools.count(1))
     name = next(name for name in names if name not in taken)
     return str(session.request_json("POST", "/api/v1/keys", {"name": name, "scopes": ["metrics"]})["key"])

@@ -95,6 +95,18 @@ def test_renew_revokes_the_former_scrape_token_and_writes_another(pool: Served, 
     assert token.read_text() != first
     assert list_ids() == {token.read_text().split("_")[1]}
     assert [key["name"] for key in run("key", "list")["keys"] if key["id"] in list_ids()] == ["prometheus"]
+    renewed = token.read_text()
+    run("key", "revoke", renewed.split("_")[1], "--yes")
+    run("metrics-config", "--folder", str(folder))
+    assert list_ids() == {token.read_text().split("_")[1]} != {renewed.split("_")[1]}, "a revoked token is replaced"
+    before = token.read_text()
+    run("key", "rotate", before.split("_")[1], "--yes")
+    run("metrics-config", "--folder", str(folder))
+    assert list_ids() == {token.read_text().split("_")[1]} != {before.split("_")[1]}, "a replaced secret as well"
+    later = token.read_text()
+    run("key", "expire", later.split("_")[1], "30d")
+    run("metrics-config", "--folder", str(folder))
+    assert token.read_text() == later, "a token that expires later stays"
     top = run("top")
     assert (top["nodes"], top["cluster"]) == (run("nodes")["nodes"], run("status")["cluster"])
 
