@@ -222,6 +222,26 @@ def test_a_chat_outlives_a_view_and_a_reload_and_ends_with_signing_out(page: Pag
     assert page.evaluate("sessionStorage.getItem('macpool-chats')") is None
 
 
+def test_the_twenty_first_chat_replaces_the_oldest_one_without_an_answer_in_progress(page: Page):
+    go(page, "Chat")
+    say(page, "streams " * 3000)
+    expect(page.locator(".answer").last).to_contain_text("streams streams")
+    page.evaluate("""async () => {
+        const chats = await import("/ui/chats.js");
+        for (let count = 0; count < 25; count++) {
+            chats.begin({ model: "", system: "", temperature: "", top_p: "", max_tokens: "" });
+            const { current } = JSON.parse(sessionStorage.getItem("macpool-chats"));
+            chats.set(current, { turns: [{ role: "user", text: `question ${count}` }] });
+        }
+    }""")
+    stored = page.evaluate("JSON.parse(sessionStorage.getItem('macpool-chats')).chats.map((one) => one.turns[0].text)")
+    assert stored[:-1] == [f"question {count}" for count in range(24, 5, -1)]
+    assert stored[-1].startswith("streams")
+    page.get_by_label("History").select_option(index=19)
+    page.get_by_role("button", name="Stop").click()
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+
+
 @pytest.mark.parametrize("signs_out", [True, False], ids=["signed out", "key refused"])
 def test_an_answer_ends_with_the_key_of_the_page_and_leaves_no_chat(page: Page, home: Pool, signs_out: bool):
     go(page, "Chat")

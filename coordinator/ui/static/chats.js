@@ -60,7 +60,9 @@ export const stop = () => running?.stop.abort();
 
 export function begin(like) {
   const made = { ...fresh(), model: like.model, system: like.system, temperature: like.temperature, top_p: like.top_p, max_tokens: like.max_tokens };
-  put({ chats: [made, ...state.chats.filter((one) => one.turns.length)].slice(0, MAX_CHATS), current: made.id });
+  const kept = state.chats.filter((one) => one.turns.length);
+  while (kept.length >= MAX_CHATS) kept.splice(kept.findLastIndex((one) => one.id !== running?.chat), 1);
+  put({ chats: [made, ...kept], current: made.id });
 }
 
 export function drop(id) {
