@@ -14,7 +14,7 @@ from coordinator.model_tools.benchmark import Benchmark
 from coordinator.model_tools.benchmark_records import BenchmarkRecord, BenchmarkRecords
 from router.errors import Problem, build_invalid, from_failure, from_refused
 from wire.frames import ModelOrderCode
-from wire.identity import is_valid_model
+from wire.identity import NodeId, is_valid_model
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_count
 
@@ -36,6 +36,7 @@ class BenchmarkRoutes:
         self._nodes = nodes
         self._traffic = traffic
         self._records = records
+        self._measured_nodes: set[NodeId] = set()
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of benchmarks."""
@@ -49,8 +50,8 @@ class BenchmarkRoutes:
 
         The node loads the model if necessary. The benchmark replaces the earlier one of the same node, model version,
         operating system and version of Macpool. The measurement continues if the client disconnects.
-        Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node, 507 if the result cannot be
-        stored. If a request of the measurement fails, its status is used.
+        Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node or one with another benchmark.
+        Raise 507 if the result cannot be stored. If a request of the measurement fails, its status is used.
         """
         if not is_valid_model(body.model):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
@@ -63,9 +64,15 @@ class BenchmarkRoutes:
         if others and not body.force:
             text = f"{view.name} is busy with {show_count(others, 'request')}: try later, or use --force"
             raise ProblemError(Problem(409, "node_busy", text))
-        measured = await Benchmark(self._traffic, lambda: self._nodes.registry.get_node_view(node), body.model).measure(
-            self._nodes.directory.describe_host(node)
-        )
+        if node in self._measured_nodes:
+            text = f"another benchmark runs on {view.name}: try again after its end"
+            raise ProblemError(Problem(409, "node_busy", text))
+        benchmark = Benchmark(self._traffic, lambda: self._nodes.registry.get_node_view(node), body.model)
+        self._measured_nodes.add(node)
+        try:
+            measured = await benchmark.measure(self._nodes.directory.describe_host(node))
+        finally:
+            self._measured_nodes.discard(node)
         if not isinstance(measured, BenchmarkRecord):
             raise ProblemError(
                 from_refused(measured)

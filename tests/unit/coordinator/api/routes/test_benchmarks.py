@@ -1,10 +1,14 @@
 """Benchmarks through the API of the coordinator, with nodes on real links."""
 
+import asyncio
+
 import httpx
 import pytest
 
 from coordinator.model_tools.benchmark_records import BenchmarkRecord, BenchmarkRun
 from tests.support.cluster.cluster_port import Port, a_report
+from wire.frames import Generate, Refusal
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState
 
 
@@ -19,6 +23,25 @@ async def test_requests_that_only_the_node_knows_make_it_busy(port: Port, runnin
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "node_busy")
     assert "studio is busy with 2 requests" in error["message"]
+
+
+async def test_a_node_has_one_benchmark_at_a_time_also_with_force(port: Port):
+    who = port.member("studio")
+    line = await port.link(who)
+    await port.until(lambda: port.state(who) == "ready")
+    body = {"model": a_report().models[0].name, "node": "studio", "force": True}
+    async with port.client("admin") as client:
+        first = asyncio.create_task(client.post("/api/v1/benchmarks", json=body))
+        warm_up = await line.until(Generate)
+        second = await asyncio.wait_for(client.post("/api/v1/benchmarks", json=body), 10)
+        assert (second.status_code, second.json()["error"]["code"]) == (409, "node_busy")
+        assert "another benchmark runs on studio" in second.json()["error"]["message"]
+        line.send(Refusal(warm_up.request, Refused(RefusalCode.UNSUPPORTED, "not this one")))
+        assert "not this one" in (await first).json()["error"]["message"]
+        third = asyncio.create_task(client.post("/api/v1/benchmarks", json=body))
+        warm_up = await line.until(Generate)
+        line.send(Refusal(warm_up.request, Refused(RefusalCode.UNSUPPORTED, "not this one")))
+        assert "not this one" in (await third).json()["error"]["message"]
 
 
 async def test_benchmarks_are_listed_the_newest_first_and_by_model(port: Port, boss: httpx.AsyncClient):
