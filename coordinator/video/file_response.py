@@ -54,9 +54,10 @@ def _build_range_problem(size: int) -> Problem:
 
 
 async def send_file(exchange: Exchange, path: Path, stored: StoredFile) -> None:
-    """Send the file `path`, or the range that the request asks for. The answer to HEAD has only headers.
+    """Send the file `path`, or the range that the request asks for.
 
-    Answer 416 for a range outside of the file.
+    The answer to HEAD has only headers: those of the whole file, because ranges are defined for GET alone (RFC 9110,
+    14.2). Answer 416 for a range outside of the file.
     Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `stored`. Raise
     `TimeoutError` if the client stops reading.
     """
@@ -72,7 +73,7 @@ async def _send_open_file(exchange: Exchange, descriptor: int, stored: StoredFil
     headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
     span = parse_range((exchange.get_header(b"range") or b"").decode("latin-1"), stored.size)
     condition = exchange.get_header(b"if-range")
-    if condition is not None and condition.decode("latin-1").strip() != tag:
+    if exchange.method == "HEAD" or (condition is not None and condition.decode("latin-1").strip() != tag):
         span = None
     if isinstance(span, Problem):
         await exchange.refuse(span, [*headers, (b"content-range", b"bytes */%d" % stored.size)])

@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -76,3 +77,33 @@ async def test_a_client_that_stops_reading_ends_the_answer(tmp_path: Path, monke
         with pytest.raises(TimeoutError):
             await send_file(exchange, file, StoredFile(file.name, 6, "ab"))
     assert not limit.expired()
+
+
+@pytest.mark.parametrize(
+    ("method", "header", "status", "length", "body"),
+    [
+        ("GET", b"bytes=2-3", 206, b"2", b"cl"),
+        ("GET", b"bytes=9-", 416, None, None),
+        ("HEAD", b"bytes=2-3", 200, b"6", b""),
+        ("HEAD", b"bytes=9-", 200, b"6", b""),
+    ],
+)
+async def test_only_get_has_ranges(
+    tmp_path: Path, method: str, header: bytes, status: int, length: bytes | None, body: bytes | None
+):
+    file = tmp_path / "video.mp4"
+    file.write_bytes(b"a clip")
+    sent: list[MutableMapping[str, Any]] = []
+
+    async def receive() -> dict[str, object]:
+        return {}
+
+    async def send(message: MutableMapping[str, object]) -> None:
+        sent.append(message)
+
+    exchange = Exchange({"method": method, "path": "/", "headers": [(b"range", header)]}, receive, send)
+    await send_file(exchange, file, StoredFile(file.name, 6, "ab"))
+    assert sent[0]["status"] == status
+    if length is not None:
+        assert dict(sent[0]["headers"])[b"content-length"] == length
+        assert b"".join(part.get("body", b"") for part in sent[1:]) == body
