@@ -91,6 +91,19 @@ async def test_two_clusters_are_both_found_and_distinguished() -> None:
 
 
 @needs_multicast
+async def test_two_announcements_of_one_name_are_both_found() -> None:
+    cluster = str(uuid4())
+    for announced in (both := [announcement(cluster), announcement(cluster, port=8082)]):
+        announced.start()
+        await asyncio.wait_for(announced.ready.wait(), 20)
+    found = await find_services(10, cluster, interfaces=LOOPBACK)
+    assert sorted(one.port for one in found) == [8081, 8082]
+    assert len({one.name for one in found}) == 2
+    for announced in both:
+        await announced.close()
+
+
+@needs_multicast
 async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
     machine = uuid4().hex
     announced = Announcement(BonjourRecord("new"), "air", machine, 9, interfaces=LOOPBACK)
