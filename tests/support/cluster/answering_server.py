@@ -2,6 +2,8 @@
 
 import json
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ class Server:
         self.answer: dict[str, Any] | Problem = {}
         self.asked: list[tuple[str, Any]] = []
         self.methods: list[str] = []
+        self.on_request: Callable[[], object] = lambda: None
+        """Called in a thread of the server when a request has arrived."""
         self.may = threading.Event()
         self.may.set()
         server = self
@@ -37,13 +41,15 @@ class Server:
                 length = int(self.headers.get("content-length", 0))
                 server.methods.append(self.command)
                 server.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
+                server.on_request()
                 server.may.wait(20)
                 problem = server.answer if isinstance(server.answer, Problem) else None
                 body = problem.encode_body("r") if problem else json.dumps(server.answer).encode()
                 self.send_response(problem.status if problem else 200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with suppress(OSError):  # the command has ended
+                    self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
                 return

@@ -3,10 +3,13 @@
 import json
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import coordinator.cli as command
 import coordinator.cli.group as shape
 from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
+from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import Served, served
 from tests.support.processes import CLI, environment
 
@@ -348,6 +352,28 @@ def test_a_login_replaces_a_coordinator_that_has_crashed(pool: Served, tmp_path:
     assert alone("nodes", *state).exit_code == 0
     (tmp_path / "run.json").write_text(json.dumps(run | {"pid": os.getpid()}))
     assert alone("nodes", *state).exit_code == 3, "that of the state folder comes first while it runs"
+
+
+def test_ctrl_c_ends_a_command_with_130_and_without_a_traceback(server: Server):
+    server.may.clear()
+    asked = threading.Event()
+    server.on_request = asked.set
+    running = subprocess.Popen(
+        [*CLI, "nodes", *server.options],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        assert asked.wait(60)
+        running.send_signal(signal.SIGINT)
+        output, error = running.communicate(timeout=60)
+    finally:
+        running.kill()
+        server.may.set()
+    assert (running.returncode, output, error) == (130, "", "\nstopped\n")
 
 
 def test_doctor_lists_its_checks_as_json():
