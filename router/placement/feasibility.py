@@ -26,13 +26,13 @@ def find_infeasible_reason(
     if model.cause:
         return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
     if served.kind is not request.kind:
-        return f"its {model.name} is for {served.kind} requests", RefusalCode.UNSUPPORTED
+        return f"has {model.name} for {served.kind} requests only", RefusalCode.UNSUPPORTED
     if request.features and not request.features.issubset(model.features):
-        return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
+        return f"has {model.name} without {', '.join(sorted(request.features.difference(model.features)))}", (
             RefusalCode.UNSUPPORTED
         )
     if request.prompt_tokens is not None and exceeds_context(model, request):
-        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
+        return f"has a context of {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
     return _FIT if trials is FIRST else _find_attempt_reason(node, model, trials)
 
 
@@ -54,14 +54,16 @@ def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCod
         return f"sent its last report {now - node.reported_at:.1f} s ago", RefusalCode.NOT_READY
     engine = node.engine
     if engine.state != "ready":
-        return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), RefusalCode.NOT_READY
+        return f"has an engine that is {engine.state}" + (
+            f": {engine.cause}" if engine.cause else ""
+        ), RefusalCode.NOT_READY
     return _FIT
 
 
 def _find_attempt_reason(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
     if trials.version is not None and not trials.version.is_same(model.version):
         own, other = _format_version(model.version), _format_version(trials.version)
-        return f"its {model.name} is another model: {own}, not {other}", RefusalCode.NOT_READY
+        return f"has another model {model.name}: {own}, not {other}", RefusalCode.NOT_READY
     if node.id in trials.lost:
         return "was lost with this request", RefusalCode.NOT_READY
     if node.id in trials.never:

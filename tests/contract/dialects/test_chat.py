@@ -527,7 +527,7 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
             assert (await client.get("/health", headers=stranger)).json() == {"status": "unavailable"}
         restarting = await client.get("/health", headers={"authorization": f"Bearer {cluster.key}"})
         assert restarting.status_code == 503
-        assert "its engine is restarting" in restarting.json()["reason"]
+        assert "has an engine that is restarting" in restarting.json()["reason"]
         node.engine = "ready"
         cluster.report()
         assert (await client.get("/health")).status_code == 200

@@ -124,7 +124,7 @@ async def test_new_requests_go_to_one_model_only(three: Cluster):
     placement = three.dispatcher.placer.preview(ResourceDemand("tiny", prompt_bytes=64))
     assert isinstance(placement, Placement)
     (other,) = (one for one in placement.candidates if one.node == B)
-    assert other.why == "its tiny is another model: fingerprint another, not fingerprint tiny-1"
+    assert other.why == "has another model tiny: fingerprint another, not fingerprint tiny-1"
     for ticket in tickets:
         three.dispatcher.close(ticket)
 
@@ -142,7 +142,7 @@ async def test_requests_and_resumed_answers_keep_to_one_content_of_equal_samples
     assert isinstance(placement, Placement)
     (other,) = (one for one in placement.candidates if one.node == B)
     assert other.why == (
-        "its tiny is another model: fingerprint tiny-1 and content 2, not fingerprint tiny-1 and content 1"
+        "has another model tiny: fingerprint tiny-1 and content 2, not fingerprint tiny-1 and content 1"
     )
     three.dispatcher.close(ticket)
     three.dispatcher.shutdown()

@@ -205,8 +205,8 @@ REASONS = [
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
     ({"reported_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "sent its last report 3.1 s ago"),
-    ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
-    ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
+    ({"engine": EngineState("mlx", "restarting", "signal 6")}, "has an engine that is restarting: signal 6"),
+    ({"engine": EngineState("mlx", "hung")}, "has an engine that is hung"),
     (
         {"memory": a_memory(1 * MIB)},
         "needs 74.2 MiB, headroom is 1.0 MiB (of 24.0 GiB, 22.0 GiB are in use, 0.0 MiB reserved, "
@@ -251,7 +251,7 @@ def test_place_excludes_a_context_shorter_than_the_prompt():
     small, large = node("small", None, a_model(context=100)), node("large", None, a_model(context=1000))
     result = decide(small, large, ask=ResourceDemand("tiny", 0, 500))
     assert chosen(result) == "large"
-    assert why(result, "small") == "its context is 100 tokens, the prompt has 500"
+    assert why(result, "small") == "has a context of 100 tokens, the prompt has 500"
     assert isinstance(decide(small, ask=ResourceDemand("tiny", 0, 100)), NoPlacement), "no token is left for an answer"
     assert chosen(decide(small, ask=ResourceDemand("tiny", 0, 99))) == "small"
     assert chosen(decide(node("unknown", None, a_model(context=0)), ask=ResourceDemand("tiny", 0, 500))) == "unknown"
@@ -296,7 +296,7 @@ TRIED = [
     (AttemptHistory(version=ModelVersion("tiny-1")), "", None),
     (
         AttemptHistory(version=ModelVersion("another one")),
-        "its tiny is another model: fingerprint tiny-1, not fingerprint another ",
+        "has another model tiny: fingerprint tiny-1, not fingerprint another ",
         RefusalCode.NOT_READY,
     ),
     (AttemptHistory(lost=[NodeId("a")]), "was lost with this request", RefusalCode.NOT_READY),
@@ -323,7 +323,7 @@ def test_attempt_history_excludes_nodes(trials: AttemptHistory, reason: str, cod
 def test_a_model_without_a_fingerprint_is_not_the_one_that_began_an_answer():
     unknown = node("a", None, a_model(fingerprint=""))
     found = decide(unknown, trials=AttemptHistory(version=ModelVersion("tiny-1")))
-    assert why(found, "a") == "its tiny is another model: fingerprint unknown, not fingerprint tiny-1"
+    assert why(found, "a") == "has another model tiny: fingerprint unknown, not fingerprint tiny-1"
 
 
 @pytest.mark.parametrize(
