@@ -1,7 +1,7 @@
 """Grammar compiler: compile a request's answer format (wire.frames.GrammarSpec) for a model's tokenizer.
 
     size and depth checked ─► rendered as llguidance's grammar ─► in the cache? ─► checked in the sandbox process ─►
-    compiled here ─► cached by hash: the `MAX_CACHED_GRAMMARS` used last, of all models
+    compiled here ─► cached by hash: the `MAX_CACHED_GRAMMARS` most recently used, of all models
 
 A client may send a grammar with harmful intent, and the calling thread must not block. Grammars that are too long or
 too deep are therefore not even parsed. A grammar is compiled here only after a separate process (`sandbox`) has shown
@@ -51,7 +51,7 @@ same maximum each."""
 MAX_GBNF_CHARS: Final = 1 << 13
 """Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64
-"""Maximum number of cached compiled grammars of all models; a usual one takes 100 kB."""
+"""Maximum number of cached compiled grammars of all models. A typical grammar takes 100 kB."""
 MAX_CACHED_REFUSALS: Final = 256
 """Maximum number of cached refusals of grammars."""
 ANY_GUIDE: Final = 0
@@ -106,8 +106,8 @@ class GrammarCompiler:
         return id(tokenizer) in self._guides
 
     def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
-        """Drop the tables, compiled grammars and cached refusals of all tokenizers but these. Do not call it during
-        `compile`."""
+        """Evict the tables, compiled grammars and cached refusals of all tokenizers except `tokenizers`. Must not be
+        called during `compile`."""
         wanted = set(map(id, tokenizers))
         self._guides = {number: guide for number, guide in self._guides.items() if number in wanted}
         guides = set(map(id, self._guides.values()))
@@ -172,7 +172,7 @@ class GrammarGuide:
     ll_tokenizer: LLTokenizer
     """llguidance's form of the tokenizer."""
     unending: bytes
-    """Mask of all tokens but those that end an answer, one bit per token."""
+    """Mask of all tokens except the tokens that end an answer, one bit per token."""
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "GrammarGuide":
@@ -188,10 +188,10 @@ class GrammarGuide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """Compiled grammar of a request. Every answer gets a matcher of its own."""
+    """Compiled grammar of a request. Each answer (choice) of the request gets its own matcher."""
 
     matcher: LLMatcher
-    """Matcher, copied for each answer."""
+    """Matcher at the start of an answer, which is copied for each answer."""
     guide: GrammarGuide
     """Grammar tables of the model's tokenizer."""
     outline: MarkerLayout
@@ -214,7 +214,7 @@ class CompiledGrammar:
         return self.outline.get_start_place()
 
     def create_cutter(self) -> MarkerCutter:
-        """Return a new cutter for the text of one answer."""
+        """Return a new splitter of the text of one answer into reasoning, text and tool calls."""
         messages = self.outline.messages
         if messages is None:
             return FormatCutter(self.outline)
@@ -251,11 +251,12 @@ def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: Tokeniz
 def render_grammar(
     spec: GrammarSpec, tools: str, call_format: ToolCallFormat | None, *, one_call: bool, messages: bool = False
 ) -> str:
-    """Render the requested format as llguidance's grammar, a JSON text. `call_format` is the model's format of calls;
-    None: the model makes none. `one_call`: at most one call. `messages`: the answer is a sequence of messages in
-    Harmony, the format of `call_format`.
+    """Render the requested answer format `spec` as a grammar of llguidance, a JSON text.
 
-    Raise `UnsupportedSchema` if the format is invalid or the model does not support it.
+    `tools` is the request's JSON array of tools. `call_format` is the model's format of tool calls; None: the model
+    supports none. `one_call`: the answer has at most one call. `messages`: the answer is a sequence of messages in
+    Harmony, the format of `call_format`. Raise `UnsupportedSchema` if the answer format is invalid or the model does
+    not support it.
     """
     answer: list[Json] = [_build_answer_grammar(spec)] if spec.kind else []
     if messages and call_format is not None:

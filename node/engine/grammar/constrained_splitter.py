@@ -1,4 +1,4 @@
-"""Splitter for text under a grammar: reasoning first, then ordinary text and tool calls.
+"""Splitter of generated text under a grammar: reasoning first, then ordinary text and tool calls.
 
 `FormatCutter` replaces mlx-lm's state machine in the text pipeline of constrained answers, except those in Harmony.
 That machine finds markers everywhere, also within JSON strings, where they are ordinary text. Here reasoning can only
@@ -70,8 +70,10 @@ class MarkerLayout:
 
 
 class FormatCutter:
-    """Splitter of one answer under a grammar into reasoning, text and tool calls. The module has the rules, and
-    `detokenizer.MarkerCutter` the interface."""
+    """Splitter of one answer under a grammar into reasoning, text and tool calls.
+
+    The module's docstring has the rules. The interface is `detokenizer.MarkerCutter`.
+    """
 
     def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline
@@ -82,8 +84,8 @@ class FormatCutter:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> Segments:
-        """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
-        place."""
+        """Add text of the answer, and split it at markers. Return its parts, each with its place, starting with the
+        current place. A possible start of a marker at the end is held back."""
         self._pending += text
         segments: Segments = []
         while self._step(segments):
@@ -91,7 +93,7 @@ class FormatCutter:
         return segments
 
     def flush(self) -> str:
-        """Return the text held back as a possible start of a marker; it belongs to the current place."""
+        """Return the text that was held back as a possible start of a marker. It belongs to the current place."""
         pending, self._pending = self._pending, ""
         return pending
 

@@ -18,10 +18,11 @@ from node.engine.text.harmony import CHANNEL, CONSTRAIN, END, MESSAGE, RECIPIENT
 
 
 def render_harmony_answer(builder: LarkBuilder, tools: Sequence[ToolSpec], answer: str) -> str:
-    """Return the Lark rules of an answer that is a call of one of `tools` or text.
+    """Return the Lark rules of an answer that is either a call of one of `tools` or text.
 
-    `answer` is Lark's expression of the text, such as `@answer`, or `WORDS` for any text; empty if only calls may come.
-    The schemas of the tools are added to `builder`. Raise `UnsupportedSchema` if they exceed the limits of the builder.
+    `answer` is the Lark expression of the text, such as `@answer`, or `WORDS` for any text; empty if only calls are
+    allowed. The schemas of the tools are added to `builder`. Raise `UnsupportedSchema` if the schemas exceed the limits
+    of the builder.
     """
     channel, message, start, constrain = map(builder.render_literal, (CHANNEL, MESSAGE, START, CONSTRAIN))
     messages = [f'{channel} "final" {message} {answer}'] if answer else []

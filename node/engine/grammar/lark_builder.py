@@ -2,7 +2,7 @@
 
 A mark ends an unquoted value, such as `</parameter>`. llguidance matches a terminal as one lexeme, and takes the
 longest match. If a mark is ordinary text, value and mark are therefore one terminal, and the value cannot contain the
-mark. If the mark is a special token of the model, it follows the terminal of the value: no text can be mistaken for it.
+mark. A mark that is a special token of the model follows the terminal of the value, because no text can contain it.
 """
 
 import json
@@ -23,7 +23,7 @@ _SLASH: Final = "\\/"
 
 @dataclass(slots=True)
 class LarkBuilder:
-    """Builder of one Lark grammar: collects rules and JSON schemas; equal ones share a name."""
+    """Builder of one Lark grammar: collects rules and JSON schemas. Equal rules share a name, as do equal schemas."""
 
     call_format: ToolCallFormat
     """Format of the model's calls."""
@@ -35,11 +35,11 @@ class LarkBuilder:
     """Characters of all schemas together."""
 
     def render_literal(self, text: str) -> str:
-        """Return text in Lark's notation, with the model's special tokens as tokens."""
+        """Return the Lark expression that matches `text`, with the special tokens of the model as tokens."""
         return self.call_format.render_literal(text)[0]
 
     def add_schema(self, schema: Json) -> str:
-        """Add a JSON schema. Return Lark's reference to a value of that schema, such as `@json_0`.
+        """Add a JSON schema. Return the Lark reference to a value of that schema, such as `@json_0`.
 
         Raise `UnsupportedSchema` if all added schemas together have more than `MAX_SCHEMAS_CHARS` characters.
         """
@@ -52,8 +52,8 @@ class LarkBuilder:
         return f"@{self.schemas[written]['name']}"
 
     def add_rule(self, body: str, name: str = "part") -> str:
-        """Add a rule or, for a name in capitals, a terminal. Return its name, which begins with `name`; an equal rule
-        has the same name. Raise `UnsupportedSchema` for more than `MAX_RULES` rules in total."""
+        """Add a rule or, if `name` is in capitals, a terminal. Return its complete name, which begins with `name`.
+        Equal rules get the same name. Raise `UnsupportedSchema` for more than `MAX_RULES` rules in total."""
         key = f"{name}: {body}"
         if key not in self.rules and len(self.rules) >= MAX_RULES:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")
@@ -62,11 +62,12 @@ class LarkBuilder:
     def add_text(
         self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False
     ) -> str:
-        """Return Lark's expression for unquoted text under the constraints `argument`, and the mark `end` after it. The
-        text contains no mark of `guard`, except in `argument.choices`, which are not checked.
+        """Return the Lark expression for unquoted text under the constraints `argument`, with the mark `end` after it.
+        The text contains no mark of `guard`, except in `argument.choices`, which are not checked.
 
-        With `null`, text that the parser reads as null is excluded, unless `argument` allows null. In a `section`, the
-        end of a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
+        `null`: the parser reads the word null as null, which is therefore excluded unless `argument` allows null.
+        `section`: the text is in a CDATA section, whose end is therefore excluded. Rules are added as needed. Raise
+        `UnsupportedSchema` for more than `MAX_RULES` rules in total.
         """
         if argument.choices:
             chosen = [json.dumps(choice) for choice in (*argument.choices, *(["null"] if argument.nullable else []))]
@@ -83,7 +84,7 @@ class LarkBuilder:
         return f"{body} {marked}" if token else self.add_rule(f"{body} {json.dumps(end)}", "TEXT")
 
     def render_rules(self) -> str:
-        """Return all rules and terminals in Lark's notation, one a line."""
+        """Return all rules and terminals as Lark text, one per line."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
     def list_schemas(self) -> list[Json]:

@@ -1,11 +1,11 @@
 """Logits mask of a grammar, for one row of a batch.
 
-The mask is computed while the forward runs. A step with such rows waits for the previous forward, because the mask
-needs its token ids. The first token of an answer that may start with reasoning also waits for the current forward. A
-batch without a grammar does not wait.
+The mask is computed while the forward runs. A decode step with such rows waits for the previous forward, because the
+mask needs its token ids. The first token of an answer that may start with reasoning also waits for the current forward.
+A batch without a grammar does not wait.
 
-An answer may be allowed to start with reasoning. The mask then allows the start marker only if it would be the most
-likely token without a mask. A grammar that excludes most other tokens is no reason to start reasoning.
+If an answer may start with reasoning, the mask allows the start marker only where it is the most likely token without a
+mask. Otherwise a grammar that excludes most other tokens would itself cause reasoning.
 """
 
 from collections.abc import Iterable
@@ -18,8 +18,10 @@ from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
 class LogitsMask:
-    """Last logits processor of a row with a grammar: masks all tokens that may not come next. `known` are the token ids
-    of the answer that are generated already."""
+    """Last logits processor of a row with a grammar: masks all tokens that the grammar does not allow next.
+
+    `known` are the token ids of the answer that have already been generated.
+    """
 
     def __init__(self, grammar: GrammarFactory, known: Iterable[int]) -> None:
         self._grammar = grammar
@@ -27,14 +29,15 @@ class LogitsMask:
         self._new = list(known)
 
     def add_id(self, token: int) -> None:
-        """Add the next token id of the answer, before the logits of the token after it are masked."""
+        """Add the next token id of the answer. Must be called before the logits of the following token are masked."""
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return logits (1, vocabulary) with −inf for tokens that may not come next, in the type of `logits`.
+        """Return logits (1, vocabulary) with −inf for tokens that the grammar does not allow next, in the type of
+        `logits`.
 
-        `tokens` is not read: `add_id` provides the ids of the answer.
-        Raise `matcher.GrammarFailed` if no token can follow, or the grammar does not allow an added id.
+        `tokens` is not read, because `add_id` provides the ids of the answer. Raise `matcher.GrammarFailed` if no token
+        can follow, or if the grammar does not allow an added id.
         """
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
@@ -52,7 +55,7 @@ class LogitsMask:
 
 
 def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
-    """Return logits (1, vocabulary) with −inf for every token that a mask excludes or is not long enough to contain.
+    """Return logits (1, vocabulary) with −inf for every token that the mask excludes, or whose id is beyond the mask.
 
     `mask` has one bit per token, lowest first, in whole words of 32 bits (`GrammarMatcher.compute_mask`).
     """

@@ -1,4 +1,4 @@
-"""State of one answer in its grammar: the allowed next tokens after the ids so far.
+"""State of one answer in its grammar: the tokens that are allowed after the ids generated so far.
 
     reasoning (any token but an ending) ──end of the reasoning──► grammar ──an ending that it allows──► over
 
@@ -17,7 +17,7 @@ MAX_DETAIL_CHARS = 200
 
 
 class GrammarFailed(RuntimeError):
-    """Error of an answer that cannot follow its grammar any further; the text is for the client."""
+    """Error: an answer cannot continue under its grammar. The text is for the client."""
 
 
 class ReasoningEndSearch:
@@ -62,7 +62,8 @@ class GrammarMatcher:
         self._open_reasoning = thinking if opener is None else None
         self._thinking = thinking
         self.opener = opener
-        """Token with which the answer may start its reasoning now; None if it may not, or after the first token."""
+        """Token with which the answer may start its reasoning now. None if the answer may not start with reasoning, and
+        after the first token."""
         self._unending = unending
         self._eos = eos
         self._over = False
@@ -99,7 +100,7 @@ class GrammarMatcher:
 
     def compute_mask(self) -> bytes | None:
         """Return the mask of allowed next tokens, without the `opener`: one bit per token, lowest first. Return None
-        after the end, where any token is allowed.
+        after the end of the answer, where any token is allowed.
 
         Raise `GrammarFailed` if no token can follow.
         """

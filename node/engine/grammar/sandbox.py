@@ -21,7 +21,7 @@ CPU_LIMIT_SECONDS = 0.05
 TIMEOUT_SECONDS = 3.0
 """Maximum elapsed seconds of the check of one grammar."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"
-"""Fault of a grammar that exceeds a limit of time."""
+"""Fault of a grammar that exceeds a time limit."""
 
 
 class SandboxClient:
@@ -34,9 +34,9 @@ class SandboxClient:
     def find_fault(self, grammar: str) -> str:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
-        If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
-        another and return how it ended, for example by SIGKILL for lack of memory. A process that ended before the
-        check is replaced first. Raise `OSError` if no process can be started; the next check tries it again.
+        If the process exceeds a time limit, start another process and return `TOO_LONG`. If it ends for another reason,
+        start another process and return how it ended, for example by SIGKILL for lack of memory. A process that ended
+        before the check is replaced first. Raise `OSError` if no process can be started; the next call tries again.
         """
         if self._child is not None and self._child.poll() is not None:  # it has ended, but not by this grammar
             self._end()
@@ -56,10 +56,10 @@ class SandboxClient:
         return f"its compiler {describe_exit(child.returncode)}: simplify it or its patterns"
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start and return the process. Raise `OSError` if that fails.
+        """Start the sandbox process and return it, without waiting until it is ready. Raise `OSError` if that fails.
 
-        The process sends nothing before the first check. Its start counts in `TIMEOUT_SECONDS` of the first check, and
-        not in its CPU time.
+        The time that the process takes to start counts toward `TIMEOUT_SECONDS` of the first check, but not toward the
+        CPU time of that check.
         """
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(

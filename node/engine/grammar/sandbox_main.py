@@ -1,7 +1,8 @@
 """Sandbox process: compile grammars of clients to check them, in a process that may be killed.
 
-Some patterns take llguidance hours, and a process cannot end its own native call. A timer of the kernel therefore ends
-the process at the first grammar that takes too much CPU. Run as a file, without imports from this project:
+For some patterns llguidance takes hours, and a process cannot interrupt its own native call. A timer of the kernel
+therefore ends the process at the first grammar that takes too much CPU time. The process imports nothing of this
+project:
 
     python -I sandbox_main.py SECONDS      u32 length | grammar ─► u32 length | fault, empty if there is none
 
@@ -33,7 +34,7 @@ def check_grammars(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
     """Read grammars from `source` until its end, and write the fault of each to `sink`, empty if there is none.
 
     A grammar or fault is preceded by its length in 4 bytes. SIGPROF ends the process if a grammar takes more than
-    `seconds` of CPU time. Single bytes replace a model's tokens: slow grammars are slow with any vocabulary.
+    `seconds` of CPU time. The tokens are single bytes, because slow grammars are slow with any vocabulary.
     """
     tokenizer = LLTokenizer("byte")
     while head := source.read(4):
@@ -47,7 +48,7 @@ def check_grammars(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
 
 
 def find_fault(matcher: LLMatcher) -> str:
-    """Return the fault of a grammar; empty if it compiles and allows a first token."""
+    """Return the fault of the grammar of `matcher`; empty if it compiles and allows a first token."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     wrong = matcher.get_error()

@@ -1,7 +1,7 @@
 """Rewrite of JSON schemas of clients for llguidance.
 
-llguidance refuses keywords that it does not implement, also where they constrain nothing. A rewritten schema allows the
-same values as before. Only the schema of a tool that is not strict also loses constraints that cannot be enforced.
+llguidance refuses keywords that it does not implement, even where they constrain nothing. A rewritten schema allows the
+same values as the original. Only the schema of a tool that is not strict loses constraints that cannot be enforced.
 """
 
 import re
@@ -12,7 +12,7 @@ Json = dict[str, object]
 FORMATS: Final = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats of texts that llguidance enforces. Other formats are left out: in JSON Schema `format` is an annotation."""
+"""Formats of texts that llguidance enforces. Other formats are left out, because `format` is only an annotation."""
 UUID_FORMATS: Final = frozenset(f"uuid{version}" for version in range(1, 9))
 """Pydantic's formats of UUIDs of one version, which become the format `uuid`."""
 PATTERNS: Final = {
@@ -23,7 +23,7 @@ PATTERNS: Final = {
         r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
     ),
 }
-"""Patterns of libraries with assertions, and patterns without assertions that match the same texts."""
+"""Patterns with assertions that libraries generate, each with an equivalent pattern without assertions."""
 _SINGLE: Final = frozenset(
     {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "then"}
 )
@@ -46,9 +46,9 @@ def rewrite_schema(schema: Json, *, strict: bool) -> Json:
     """Return a schema without keywords that constrain nothing, and with equivalent patterns in place of `PATTERNS`.
 
     A tuple in the form of draft 7 gets the form of draft 2020-12. An `allOf` with one schema is replaced by that
-    schema, unless other keywords could constrain the same value. Formats other than those of `FORMATS` and
-    `UUID_FORMATS` are left out. If `strict` is false, patterns and keywords that llguidance cannot enforce are left
-    out as well. `schema` has at most `MAX_JSON_DEPTH` levels.
+    schema, unless other keywords could constrain the same value. Formats outside `FORMATS` and `UUID_FORMATS` are left
+    out. Without `strict`, patterns and keywords that llguidance cannot enforce are left out as well. `schema` must have
+    at most `MAX_JSON_DEPTH` levels.
     """
     rewritten: Json = {}
     for key, value in schema.items():

@@ -7,7 +7,7 @@ argument follows from its schema. The parser gets the same kinds (`render_parser
     JSON    all other values, including strings with a pattern or a format, in quotes
 
 Text cannot contain the marks that end it. Strings within JSON cannot either, because parsers search for marks
-everywhere. Schemas are changed accordingly (`MarkExclusion`). An object that names keys also loses its unnamed keys.
+everywhere. Schemas are changed accordingly (`MarkExclusion`). An object that names keys then allows no other keys.
 """
 
 import json
@@ -62,7 +62,7 @@ NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "items",
     "additionalProperties",
 }
-"""Keywords that hold other schemas or values; `LIST_KEYWORDS` are those of them that are lists."""
+"""Keywords whose values contain other schemas or constants. The values of `LIST_KEYWORDS` are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 """Reference to the schema of any value without the marks of a `MarkExclusion`, which adds it to `$defs` as `ANY`."""
@@ -110,7 +110,7 @@ class Argument:
 
 
 def check_schema(schema: object) -> None:
-    """Raise `UnsupportedSchema` if a schema, or a part of it, is no schema."""
+    """Raise `UnsupportedSchema` if a schema, or a schema nested in it, has the wrong JSON type."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -131,10 +131,10 @@ def check_schema(schema: object) -> None:
 
 
 def list_arguments(tool: ToolSpec) -> list[Argument]:
-    """Return the named arguments of a tool's parameters. A required one without a schema may have any value.
+    """Return the named arguments of a tool. A required argument that has no schema may have any value.
 
-    Raise `UnsupportedSchema` if their schema is invalid or too large, or a strict one uses keywords that cannot be
-    enforced.
+    Raise `UnsupportedSchema` if the schema of the tool is invalid or too large. Raise it also if the tool is strict and
+    uses keywords that cannot be enforced.
     """
     root = _resolve_reference(tool.schema)
     if unheld := sorted(UNENFORCED_KEYWORDS & root.keys()) if tool.strict else []:
@@ -160,7 +160,7 @@ HERE: Final = "at their top level, which cannot be enforced in this model's call
 
 
 def list_strings(found: object) -> list[str]:
-    """Return the strings of a list without duplicates, in order. Return an empty list if `found` is no list."""
+    """Return the strings in the list `found` without duplicates, in order; an empty list if `found` is not a list."""
     listed = cast("list[object]", found) if isinstance(found, list) else []
     return list(dict.fromkeys(text for text in listed if isinstance(text, str)))
 
@@ -254,8 +254,8 @@ def _build_parser_schema(tool: ToolSpec, nullable: bool) -> Json:
 def list_tool_variants(tools: list[object]) -> tuple[list[object], ...]:
     """Return the tools of a request in a form for parsers, and the original form if it differs. Never raise.
 
-    Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
-    the first form, parameters with a single known type besides null therefore name it directly.
+    Parsers read only `type`. If the type is a choice with null, a list or a reference, parsers read a number as text.
+    In the first form, a parameter with a single known type besides null therefore has this type as its `type`.
     """
     plain = [_simplify_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)
@@ -301,7 +301,7 @@ def _find_types(schema: object, root: Json, steps: int) -> set[str]:
 class MarkExclusion:
     """Exclusion of marks, which a parser takes for the end of a value, from unquoted text and strings of a schema.
 
-    A mark of `marks` starts with its only `<`, or is a single character.
+    Each of `marks` is a single character, or starts with `<` and contains no other `<`.
     """
 
     marks: tuple[str, ...]
@@ -309,7 +309,7 @@ class MarkExclusion:
     @cached_property
     def body(self) -> str:
         """Regular expression of text without the marks: no `<` is followed by the rest of a mark."""
-        # Complements and intersections are shorter, and take llguidance far longer.
+        # Complements and intersections are shorter, but llguidance takes far longer for them.
         signs = "".join(re.escape(mark) for mark in self.marks if len(mark) == 1)
         if "<" in self.marks:
             return f"[^{signs}]*"
@@ -318,7 +318,7 @@ class MarkExclusion:
 
     @property
     def pattern(self) -> str:
-        """Regular expression `body` as the `pattern` of a JSON schema, for the whole text."""
+        """Regular expression `body` with anchors at both ends, for the keyword `pattern` of a JSON schema."""
         return f"^{self.body}$"
 
     def exclude_from_schema(self, schema: Json) -> Json:

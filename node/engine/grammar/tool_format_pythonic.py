@@ -1,6 +1,6 @@
 """Tool formats with arguments in brackets: keywords of a Python call, or an object with unquoted keys.
 
-Gemma puts text between marks of its own. Schemas are therefore rendered as rules here, except those of numbers, true,
+Gemma encloses text in its own marks. Schemas are therefore rendered as rules here, except schemas of numbers, true,
 false and null:
 
     value ─┬─ number, true, false, null      JSON, from the schema by llguidance
@@ -59,10 +59,10 @@ UNRENDERED_KEYWORDS: Final = frozenset(
 
 
 def render_keyword_call(builder: LarkBuilder, tool: ToolSpec) -> str:
-    """Return Lark's expression for a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser
-    knows true, false and null.
+    """Return the Lark expression for a call of `tool` in Python notation, and add the rules that it uses to `builder`.
 
-    Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
+    The values are JSON, because mlx-lm's parser also reads true, false and null. Raise `UnsupportedSchema` for names or
+    schemas that the format cannot represent.
     """
     for name in (tool.name, *(argument.name for argument in list_arguments(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
@@ -83,9 +83,9 @@ def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
 
 
 def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
-    """Add rules for these parts in their order, separated by commas. Return the name of the first rule.
+    """Add rules for `parts` in this order, separated by commas. Return the name of the rule for the whole list.
 
-    Each part is an expression, and whether the part is required; the answer may omit a part that is not. Raise
+    Each part is a Lark expression, and whether the part is required. The answer may omit other parts. Raise
     `UnsupportedSchema` for too many rules.
     """
     first = more = builder.add_rule('""')
@@ -96,10 +96,10 @@ def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str
 
 
 def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
-    """Return Lark's expression for a tool's call in Gemma's notation. `quote` is the quotation mark around strings.
-    `nested` is whether mlx-lm's parser of the format reads nested objects and lists.
+    """Return the Lark expression for a call of `tool` in Gemma's notation, and add the rules that it uses to `builder`.
 
-    Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
+    `quote` is the quotation mark around strings. `nested`: mlx-lm's parser of the format reads nested objects and
+    lists. Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
@@ -123,7 +123,7 @@ class GemmaArgumentRules:
     nested: bool
     """Whether mlx-lm's parser of the format reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])
-    """Names of the rules made for references in schemas, by reference; `anything` names the rule for any value."""
+    """Names of the rules for references in schemas, by reference. The rule for any value has the key `anything`."""
     level: int = 0
     """Current depth of references."""
 
@@ -133,8 +133,9 @@ class GemmaArgumentRules:
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:
-        """Return Lark's expression for a key and its value. Raise `UnsupportedSchema` for a name or schema that the
-        format cannot represent. For a tool that is not strict, `UNRENDERED_KEYWORDS` are ignored."""
+        """Return the Lark expression for the key `name` and a value with the schema `schema`. Raise `UnsupportedSchema`
+        for a name or schema that the format cannot represent. For a tool that is not strict, `UNRENDERED_KEYWORDS` are
+        ignored."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
                 f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"
@@ -142,8 +143,8 @@ class GemmaArgumentRules:
         return f"{json.dumps(name + ':')} {self.render_value(schema, schema)}"
 
     def join_members(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Add rules for keys with values, separated by commas without blanks: a key must directly follow a bracket or a
-        comma. Return the name of the first rule.
+        """Add rules for keys with values, separated by commas without blanks, because a key must directly follow a
+        bracket or a comma. Return the name of the rule for the whole list.
 
         Each of `parts` is the expression for a key and its value (`render_member`), and whether the key is required.
         Raise `UnsupportedSchema` for too many rules.
@@ -155,11 +156,10 @@ class GemmaArgumentRules:
         return first
 
     def render_value(self, found: object, document: Json) -> str:
-        """Return Lark's expression for a value with the schema `found`, which is a part of `document`, the schema with
-        the definitions.
+        """Return the Lark expression for a value with the schema `found`.
 
-        Raise `UnsupportedSchema` for a schema that the format cannot represent. For a tool that is not
-        strict, `UNRENDERED_KEYWORDS` are ignored.
+        `found` is a part of `document`, the schema that contains the definitions. Raise `UnsupportedSchema` for a
+        schema that the format cannot represent. For a tool that is not strict, `UNRENDERED_KEYWORDS` are ignored.
         """
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:

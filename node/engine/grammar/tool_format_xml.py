@@ -30,7 +30,7 @@ class XmlFormat:
     marks: Sequence[str]
     """Marks that a value must not contain, because the parser searches for them."""
     inner: str = ""
-    """Separator of an argument's name and value, after `before`; empty for none."""
+    """Text between an argument's `before` and its value; empty for none."""
     several: bool = False
     """Whether one pair of markers may enclose more than one call."""
     nullable: bool = False
@@ -84,7 +84,7 @@ KIMI_K3: Final = XmlFormat(
 
 
 def render_tagged_call(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
-    """Return Lark's expression for a tool's call in this format, without the markers of calls.
+    """Return the Lark expression for a call of `tool` in the format `tags`, without the markers of calls.
 
     Add the rules that the expression uses to `builder`. Raise `UnsupportedSchema` for names or schemas that the format
     cannot represent, or if the rules or schemas exceed the limits of the builder.
@@ -112,7 +112,7 @@ def _render_argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion
 
 
 def get_type_name(argument: Argument) -> str:
-    """Return the type of a JSON argument as the format names it: its only type if that is no string, else `object`."""
+    """Return the name of the type of a JSON argument: its only type if that is not `string`, otherwise `object`."""
     named = list_types(argument.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 

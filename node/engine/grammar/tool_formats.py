@@ -1,13 +1,13 @@
 """Grammars of tool calls, one for each call format: the text between the markers of calls.
 
 Counterpart of `tool_call_parser`: mlx-lm's parser of the same name must read every text that a grammar allows as the
-intended call. Text that a parser cannot separate is excluded. If that would exclude part of a tool's requirements,
-there is no grammar but an error with the reason. No requirement is enforced in part.
+intended call. Text that a parser cannot separate is excluded. If a tool requires such text, the request is refused with
+the reason, because no requirement may be enforced only in part.
 
 Each grammar (`Form`) has two Lark rules:
 
     calls    one call or several, with their markers
-    rest     the same after the first marker, for calls between words
+    rest     the calls without the first marker, for calls between words
 """
 
 import json
@@ -34,8 +34,9 @@ for them, because a grammar cannot distinguish calls from such text."""
 
 
 def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one_call: bool) -> str:
-    """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one_call`: at
-    most one call; with `free`, in each place between words.
+    """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words.
+
+    `builder` collects rules and schemas. `one_call`: at most one call; with `free`, in each place between words.
 
     Raise `UnsupportedSchema` for a schema that is invalid or that the model's format cannot enforce. Raise it as well
     if calls of this format cannot be enforced at all, or not with `free`.
@@ -67,8 +68,8 @@ def render_tools_for_parser(parser: str, tools: Sequence[ToolSpec]) -> str:
 
 
 def has_quoted_calls(parser: str) -> bool:
-    """Return whether the calls for this parser contain JSON's quotes, in which markers are ordinary text. In other
-    formats a marker always ends a value or call."""
+    """Return whether calls in the format of `parser` quote strings as JSON does, so that a marker in quotes is text. In
+    other formats a marker always ends a value or call."""
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 
@@ -177,5 +178,5 @@ FORMS: dict[str, Form] = {
     "function_gemma": _build_braced_form("<escape>", nested=False),
     **{parser: _build_tagged_form(tags) for parser, tags in TAGS.items()},
 }
-"""Forms by mlx-lm's parser. The missing parser (muse_spark) belongs to models whose whole answer has its own format,
-which no grammar can extend."""
+"""Forms by the name of mlx-lm's parser. The parser muse_spark is missing, because the whole answer of its models has a
+format that no grammar can extend."""

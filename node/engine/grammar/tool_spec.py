@@ -14,7 +14,7 @@ MAX_JSON_DEPTH: Final = 64
 MAX_DETAIL_CHARS: Final = 300
 """Maximum characters of the detail in an error text."""
 PREFIX: Final = "the grammar cannot be used: "
-"""Beginning of the error text of a grammar."""
+"""Start of the error text for a grammar that cannot be used."""
 
 LENIENT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}", "lenient": True, "coerce_one_of": True}
 """Options of llguidance for the schema of a tool that is not strict."""
@@ -23,12 +23,12 @@ STRICT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}"}
 
 
 class UnsupportedSchema(ValueError):
-    """Error of a request for which no grammar can be made; the text states the reason for the client."""
+    """Error: no grammar can be made for a request. The text is the reason, for the client."""
 
 
 def quote_marker(marker: str) -> tuple[str, bool]:
-    """Return a marker as quoted text in Lark's notation, and False, because the text starts with no token. Used in
-    place of a `ToolCallFormat.render_literal` with a tokenizer."""
+    """Return a marker as a quoted Lark string, and False because it is not a token. This is the
+    `ToolCallFormat.render_literal` of a process without the tokenizer."""
     return json.dumps(marker), False
 
 
@@ -43,8 +43,8 @@ class ToolCallFormat:
     template: str
     """Chat template of the model."""
     render_literal: Callable[[str], tuple[str, bool]]
-    """`render_literal(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It
-    also returns whether the text starts with a token."""
+    """`render_literal(text)` returns the Lark expression that matches `text`: special tokens as tokens, other text in
+    quotes. It also returns whether the text starts with a special token."""
 
     def replace_tokens(self) -> "ToolCallFormat":
         """Return the same format with special tokens as text, for a process without the tokenizer."""
@@ -58,7 +58,7 @@ class ToolSpec:
     name: str
     """Name of the function."""
     schema: Json
-    """Schema of its arguments, with llguidance's options."""
+    """JSON schema of the arguments, with options of llguidance under `x-guidance`."""
     strict: bool
     """Whether the schema must be enforced exactly."""
 
@@ -69,10 +69,11 @@ class ToolSpec:
 
 
 def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
-    """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name.
+    """Parse the tools of a request (`wire.frames.Generate.tools`). Return the functions, or only the function `only`
+    unless that is empty.
 
-    Entries that are no functions are left out. Raise `UnsupportedSchema` if the tools are no JSON array or nested
-    deeper than `MAX_JSON_DEPTH` levels, or if no function is left.
+    Entries that are not functions are left out. Raise `UnsupportedSchema` if the tools are not a JSON array, are nested
+    deeper than `MAX_JSON_DEPTH` levels, or contain no such function.
     """
     found = parse_json(text or "[]")
     if not isinstance(found, list):
