@@ -1,15 +1,15 @@
 """Commitments: KV memory of admitted rows, which their caches store already or which is reserved for them.
 
-The rows of one decode batch are a group, those still in prefill included. A batch is padded: its KV is rows × longest
+The rows of one decode batch are a group, including rows still in prefill. A batch is padded: its KV is rows × longest
 row. From its admission, a row counts with its *committed* tokens: its prompt and its expected answer. The sum over all
 groups is
 
     stored + reserved = Σ rows × bytes of the longest committed row
 
-`commit` and `extend` raise that sum, and the gate judges their costs first. Only a new cap can change it otherwise
-(`set_waste`). A forward moves bytes from reserved to stored and never exceeds the sum. Unfinished prompts therefore
-cannot deadlock. A row in prefill has a cache of its own without padding; from its join its stored tokens count as
-padded.
+`commit` and `extend` raise that sum, after the gate has judged their costs. Apart from these, only a new cap changes
+the sum (`set_waste`). A forward moves bytes from reserved to stored and never exceeds the sum. Unfinished prompts
+therefore cannot deadlock. A row in prefill has a cache of its own without padding; from its join its stored tokens
+count as padded.
 
 Other modules change these numbers only by the methods of `Commitment` and `CommitmentLedger`.
 """
@@ -24,26 +24,26 @@ from wire.report import BatchGroup, KvParameters
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """KV tokens that are committed to one row, and the part of them that the row's cache holds."""
+    """KV tokens that are committed to one row, and how many of them the row's cache already stores."""
 
     committed_tokens: int
-    """Tokens for which memory is committed, stored ones included."""
+    """Tokens for which memory is committed, including stored tokens."""
     stored_tokens: int = 0
-    """Tokens that the cache of the row, or its row of the decode batch, holds now. Of the rows that share a prefill,
-    only the first counts the shared cache. Each further row has 0 until its join."""
+    """Tokens that the row's own cache, or its row of the decode batch, stores. If rows share a prefill, only the first
+    of them counts the shared cache. Each further row has 0 until its join."""
     is_joined: bool = False
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
-    """Tokens for which the growing layers of the row's own cache have room during prefill, stored ones included; 0
+    """Tokens for which the growing layers of the row's own cache have room during prefill, including stored tokens; 0
     after the join."""
 
     def record_prefill(self, stored_tokens: int, capacity_tokens: int) -> None:
-        """Set the number of tokens that the row's own cache holds, and the number for which its growing layers have
+        """Set the number of tokens that the row's own cache stores, and the number for which its growing layers have
         room."""
         self.stored_tokens, self.capacity_tokens = stored_tokens, capacity_tokens
 
     def record_prompt(self, stored_tokens: int) -> None:
-        """Set the number of tokens that the row's cache holds once its prefill has ended, before its join passes the
+        """Set the number of tokens that the row's cache stores after the end of its prefill, before its join passes the
         gate. The capacity does not change."""
         self.stored_tokens = stored_tokens
 
@@ -53,16 +53,16 @@ class Commitment:
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self, tokens: int = 1) -> None:
-        """Add `tokens` to the tokens that the row's cache holds."""
+        """Add `tokens` to the tokens that the row's cache stores."""
         self.stored_tokens += tokens
 
     def reset(self) -> None:
-        """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens do not
+        """Record that the row stores no tokens, because they are prefilled again. Its committed tokens do not
         change."""
         self.stored_tokens, self.is_joined, self.capacity_tokens = 0, False, 0
 
     def extend(self, tokens: int) -> None:
-        """Commit `tokens` tokens in addition."""
+        """Add `tokens` to the committed tokens."""
         self.committed_tokens += tokens
 
 
@@ -75,7 +75,7 @@ class _PaddedGroup:
         return _build_group([row.committed_tokens for row in self.rows])
 
     def compute_stored_bytes(self, kv: KvParameters) -> int:
-        """Return the stored bytes of all rows. Runs before every forward, hence one pass."""
+        """Return the stored bytes of all rows, in one pass because this runs before every forward."""
         own = joined = longest = 0
         for row in self.rows:
             if not row.is_joined:
@@ -89,7 +89,7 @@ class _PaddedGroup:
         return own + joined * compute_row_bytes(kv, longest)
 
     def compute_committed_bytes(self, kv: KvParameters) -> int:
-        """Return the committed bytes of all rows. Runs before every forward, hence a plain loop."""
+        """Return the committed bytes of all rows, in a plain loop because this runs before every forward."""
         longest = 0
         for row in self.rows:
             if row.committed_tokens > longest:
@@ -124,8 +124,8 @@ class CommitmentLedger:
         return any(row in batch.rows for batch in self._batches)
 
     def list_groups(self) -> tuple[BatchGroup, ...]:
-        """Return the rows, the longest committed row and the committed tokens of every group, for the report. Groups of
-        rows that decode alone have 0 tokens: no other row may then join them (`can_join`)."""
+        """Return the number of rows, the longest committed row and the committed tokens of every group, for the report.
+        A group of a row that decodes alone has 0 tokens, so that no other row may join it (`can_join`)."""
         groups = tuple(batch.to_batch_group() for batch in self._batches)
         return tuple(replace(group, tokens=0) for group in groups) if self.alone else groups
 
@@ -185,7 +185,8 @@ class CommitmentLedger:
         return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
     def count_joined_rows(self, row: Commitment) -> int:
-        """Return the number of rows that already decode in this row's batch, 0 for a batch that is not decoded yet."""
+        """Return the number of rows that have joined the decode batch to which `row` is assigned; 0 before the first
+        join."""
         return sum(other.is_joined for other in self._find_batch(row).rows)
 
     def compute_extension_bytes(self, row: Commitment, more: int) -> int:
@@ -196,7 +197,7 @@ class CommitmentLedger:
         return compute_padded_bytes(BatchGroup(group.rows, longest), self.kv) - compute_padded_bytes(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
-        """Commit `more` tokens for a row. The caller has checked the bytes of `compute_extension_bytes`."""
+        """Commit `more` tokens for a row. The caller must first check the bytes of `compute_extension_bytes`."""
         row.extend(more)
 
     def set_waste(self, waste: int) -> None:

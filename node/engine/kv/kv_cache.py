@@ -64,7 +64,7 @@ def sum_nbytes(layers: Iterable[LayerCache]) -> int:
 
 
 def count_arrays(layers: Iterable[LayerCache]) -> int:
-    """Return the number of arrays of all layers of a cache. Metal keeps a buffer for each."""
+    """Return the number of arrays of all layers of a cache. Each array takes one Metal buffer."""
     leaves = cast("Any", mlx_utils).tree_flatten([layer.state for layer in layers])
     return sum(isinstance(leaf, mx.array) for _, leaf in cast("list[tuple[str, object]]", leaves))
 
@@ -74,14 +74,14 @@ class CacheExtent:
     """Size of a row's cache, in bytes and tokens."""
 
     size: int
-    """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
+    """Bytes that count against the row's commitment. During a chunk, a layer with a window has more bytes than this."""
     capacity: int
-    """Sum, over the growing layers, of the tokens for which a layer has room, used ones included. The sum rises when a
-    layer grows."""
+    """Sum, over the growing layers, of the tokens for which a layer has room, including used tokens. The sum rises when
+    a layer grows."""
 
 
 def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
-    """Return the bytes and the capacity of a row's cache, between two forwards."""
+    """Return the bytes and the capacity of a row's cache. Must be called between two forwards."""
     size = total = 0
     for layer in _iterate_leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
@@ -95,10 +95,10 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Set the growth of plain caches (`KVCache`) without room for `tokens` more tokens. At their next write they
-    double, up to room for `max_tokens`, but grow by at least `tokens`.
+    """Prepare plain caches (`KVCache`) that have no room for `tokens` more tokens to grow at their next write.
 
-    With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
+    Such a cache then doubles, at most to room for `max_tokens`, but grows by at least `tokens`. With fixed steps,
+    mlx-lm would copy all stored tokens at every step of a prompt.
     """
     for layer in _iterate_growing(layers):
         used: int = layer.offset
@@ -108,11 +108,11 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
-    """Double the cache of the first layer that will soon have no room for another `tokens`, up to room for
+    """Double the cache of the first layer that will soon have no room for `tokens` more tokens, at most to room for
     `max_tokens`. Copy its arrays at once. Return whether there was such a layer.
 
-    While other rows decode, each layer is copied in a separate iteration. The pause between two of their tokens then
-    contains the copy of one layer only.
+    One call grows one layer. While other rows decode, the pause between two of their tokens therefore contains the copy
+    of only one layer.
     """
     growing = list(_iterate_growing(layers))
     for layer in growing:
@@ -131,7 +131,7 @@ def _compute_step(used: int, tokens: int, max_tokens: int) -> int:
 
 
 def compute_mean_capacity(layers: Iterable[LayerCache]) -> int:
-    """Return the mean allocated capacity of the growing layers in tokens, used ones included; 0 if no layer grows."""
+    """Return the mean capacity of the growing layers in tokens, including used tokens; 0 if no layer grows."""
     capacities = [layer.keys.shape[2] for layer in _iterate_growing(layers)]
     return sum(capacities) // len(capacities) if capacities else 0
 
@@ -184,15 +184,17 @@ def can_merge(layers: Iterable[LayerCache]) -> bool:
 
 
 def is_plain(layers: Iterable[LayerCache]) -> bool:
-    """Return whether right padding of a row has no effect in these caches: all layers hold keys and values by position
-    only."""
+    """Return whether all layers are plain caches, which store only keys and values by position. Right padding of a row
+    has no effect in such caches."""
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
 def view_row(layers: Iterable[LayerCache], place: int, end: int, start: int = 0) -> Layers:
-    """Return a view of one row's cache, for the positions from `start` up to but not including `end`. `place` is the
-    index of the row; positions count padding. `layers` are caches of several rows with keys and values of all
-    tokens."""
+    """Return a view of one row's cache, for the positions from `start` up to but not including `end`.
+
+    `layers` are caches of several rows with keys and values of all tokens. `place` is the index of the row. Positions
+    include padding.
+    """
     return [_view_layer(layer, place, start, end) for layer in layers]
 
 
@@ -201,8 +203,8 @@ def _view_layer(layer: Any, place: int, start: int, end: int) -> LayerCache:
 
 
 def repeat_row(layers: Iterable[LayerCache], rows: int) -> Layers:
-    """Return plain caches of `rows` equal rows, from the plain caches of one row. The arrays are copied at the next
-    write."""
+    """Return plain caches of `rows` rows that all equal the row of the plain caches `layers`. The arrays are copied at
+    the next write."""
     return [_repeat_layer(layer, rows) for layer in layers]
 
 
@@ -267,8 +269,8 @@ def copy_state_views(layers: Iterable[LayerCache]) -> None:
     """Replace states that are views of larger arrays by copies (`ArraysCache`). Call this between a forward and its
     evaluation.
 
-    Many models of mlx-lm keep the last part of an array with all tokens of the forward. Such a view holds the memory of
-    all tokens, of Jamba at 512 tokens about 500 times that of the state.
+    Many models of mlx-lm keep the last part of an array with all tokens of the forward. Such a view keeps the memory of
+    all tokens in use. For Jamba at 512 tokens, that is about 500 times the memory of the state.
     """
     for layer in _iterate_leaves(layers):
         if type(layer) is ArraysCache:
@@ -313,7 +315,7 @@ def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
 
 
 def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
-    """Return the cache of a batch of `count` equal rows, copied from one row's cache layer by layer.
+    """Return the cache of a batch of `count` equal rows, copied layer by layer from the cache of one row.
 
     Remove each layer from `cache` before its copy, so that its arrays can be freed. `cache` is empty at the end.
     """
@@ -327,7 +329,7 @@ def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
 
 
 def copy_single_row(cache: Layers) -> list[LayerCache]:
-    """Return copies of one row's caches for a row that decodes alone, made layer by layer, without unused room.
+    """Return copies of one row's caches without unused room, made layer by layer, for a row that decodes alone.
 
     Remove each layer from `cache` before its copy, as `merge_copies` does. Plain caches then grow by fixed steps again
     (`grow_caches`).

@@ -29,7 +29,7 @@ RECLAIMABLE_SHARE = 7 / 8
 def compute_limit(setting: str | int, cap: int, weights: int) -> int:
     """Return the limit of the prefix cache in bytes, from the setting `engine.mlx.prefix_cache_size`; 0: off.
 
-    `cap` and `weights`, the weights of all loaded models, are in bytes. Raise `ValueError` if the setting is no size.
+    `cap` and `weights` (of all loaded models) are in bytes. Raise `ValueError` if the setting cannot be parsed.
     """
     if setting == AUTO:
         return max(0, int(AUTO_SHARE * (cap - weights)))
@@ -39,10 +39,10 @@ def compute_limit(setting: str | int, cap: int, weights: int) -> int:
 class PrefixMemory:
     """Memory of the prefix cache (see the module's docstring).
 
-    `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
-    under a cap. `on_released()` is called after memory was freed. `disk` has the parts that wait to be written; None
-    without a disk cache. `settled()` reads the memory without bytes that are freed and still in the footprint; None: as
-    `memory`.
+    `store` contains the sequences. `memory()` returns a current reading. `limit(cap)` returns the limit of the cache in
+    bytes under a cap. `on_released()` is called after memory was freed. `disk` has the parts that wait to be written;
+    None without a disk cache. `settled()` returns a reading without bytes that are freed but still in the footprint;
+    None: the same as `memory`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PrefixMemory:
 
     @property
     def reusable(self) -> int:
-        """Bytes that are certain to be free once all of `nbytes` is released."""
+        """Bytes that are certain to be free after the release of all `nbytes`."""
         return int(self.nbytes * RECLAIMABLE_SHARE)
 
     def compute_limit(self) -> int:
@@ -80,7 +80,7 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
-        more can be released. Return whether the `need` bytes fit by the settled reading."""
+        more can be released. Return whether `need` bytes fit by the settled reading (`settled`)."""
         memory, released = self._settled(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))

@@ -13,8 +13,8 @@ Every sequence belongs to a scope: the name of an API key, or the scope of all k
 prompts, and with `cache.share = "pool"` all sequences. A lookup finds only sequences of one scope. With `"key"`,
 neither a count nor a time therefore reveals the requests of another key, except for shared system prompts.
 
-The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
-before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
+The caches are opaque here (`value`); the caller counts their bytes. Code that keeps a `CachedPrefix` must check
+`is_stored` before each use. A removed entry has no value, so that a remaining reference keeps no memory.
 """
 
 from collections import Counter, deque
@@ -29,7 +29,7 @@ from wire.report import CacheState, ModelCache
 BLOCK_TOKENS = 256
 """Tokens of a block, the unit of the hash of a prompt and of the files of the disk cache."""
 MIN_PREFIX_TOKENS = 16
-"""Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
+"""Minimum tokens of a prefix that is stored or used, because chat templates alone share this many."""
 MAX_EVICTIONS_REPORTED = 64
 """Maximum number of evictions whose prompt hashes are reported, and of disk copies that are recorded for one file."""
 
@@ -55,7 +55,7 @@ class DiskCopy:
 
 MAX_ARRAYS = 200_000
 """Maximum arrays of all entries. MLX refuses more than 499,000 buffers in a process, of any size (mlx#1718).
-Thousands of short prompts of a small model have as many on a Mac with much memory."""
+Thousands of short prompts of a small model reach that limit on a Mac with much memory."""
 
 V = TypeVar("V")
 Cuts = tuple[tuple[int, int], ...]
@@ -117,7 +117,7 @@ class CachedPrefix(Generic[V]):
 
     def find_cut(self, length: int) -> int:
         """Return the greatest length in tokens, at most `length`, to which the cache can be cut; 0 if there is none.
-        Only for models whose caches can be cut."""
+        May only be called for models whose caches can be cut."""
         if self.cuts is None or length == self.length:
             return min(length, self.length)
         return max((min(length, last) for first, last in self.cuts if first <= length), default=0)
@@ -125,7 +125,7 @@ class CachedPrefix(Generic[V]):
     def covers_cuts(self, other: "CachedPrefix[V]") -> bool:
         """Return whether this cache can be cut to the length of its prefix `other` and to all lengths in `other.cuts`.
 
-        A cache with `cuts` None can be cut to every length. Only for models whose caches can be cut.
+        A cache with `cuts` None can be cut to every length. May only be called for models whose caches can be cut.
         """
         if self.cuts is None:
             return True
@@ -174,7 +174,7 @@ class PrefixStore(Protocol[V]):
 
 class PrefixCache(Generic[V]):
     """Store of token sequences of all models, in RAM. Values are opaque: the bytes of an entry are its `nbytes`, which
-    must not change while it is stored."""
+    must not change while the entry is stored."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}
@@ -225,7 +225,7 @@ class PrefixCache(Generic[V]):
         return PrefixHit(entry, length, match.shared)
 
     def count_hit(self, model: str, tokens: int) -> None:
-        """Count a hit of which `tokens` cached tokens are used."""
+        """Count a hit for the model named `model`, of which `tokens` cached tokens are used."""
         self._hits += 1
         self._model_hits[model] += 1
         self._hit_tokens += tokens
@@ -250,8 +250,8 @@ class PrefixCache(Generic[V]):
         return [] if trie is None else trie.find_proper_prefixes(key)
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence as the most recently used one, in place of an entry of the same model and scope with the
-        same ids. Evict the least recently used entries above `MAX_ARRAYS`."""
+        """Store an entry as the most recently used. Replace an entry of the same model and scope with the same ids.
+        Evict the least recently used entries above `MAX_ARRAYS`."""
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).exact
         if same is not None and same.key == entry.key:
@@ -293,13 +293,13 @@ class PrefixCache(Generic[V]):
         return before - self._nbytes
 
     def evict_model(self, model: str) -> None:
-        """Remove all entries of a model from memory. A prompt counts as evicted as in `evict_entry`."""
+        """Evict all entries of the model named `model` from memory, each as `evict_entry` does."""
         for entry in [entry for entry in self._order if entry.model == model]:
             self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
         """Remove entries that are redundant, or whose request has failed or was cancelled. They do not count as
-        evictions. Entries that are not stored any more are ignored."""
+        evictions. Entries that have already been removed are ignored."""
         for entry in entries:
             if entry.is_stored:
                 self.pop(entry)
@@ -314,9 +314,9 @@ class PrefixCache(Generic[V]):
             self.count_eviction(entry.prompt_hash)
 
     def count_eviction(self, prompt_hash: bytes) -> None:
-        """Count the prompt of an entry that is no longer cached, neither in memory nor on the disk, and keep its hash
-        for the report. The prompt does not count as long as memory has another entry of the prompt. An empty hash names
-        no prompt and does not count."""
+        """Count the prompt of an entry that neither memory nor the disk caches any longer, and keep its hash for the
+        report. The prompt does not count while memory has another entry of the same prompt. An empty hash, which
+        identifies no prompt, does not count."""
         if prompt_hash and prompt_hash not in self._prompts:
             self._evictions += 1
             self._evicted.append(prompt_hash)
@@ -332,8 +332,8 @@ class PrefixCache(Generic[V]):
         return {name: ModelCache(name, nbytes[name], entries[name], self._model_hits[name]) for name in names}
 
     def get_state(self) -> CacheState:
-        """Return the bytes and the number of entries now, and the counts since the start, with the prompt hashes of the
-        last `MAX_EVICTIONS_REPORTED` evictions."""
+        """Return the current bytes and number of entries, the counts since the start, and the prompt hashes of the last
+        `MAX_EVICTIONS_REPORTED` evictions."""
         return CacheState(
             self._nbytes,
             len(self._order),

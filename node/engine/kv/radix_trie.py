@@ -1,10 +1,11 @@
 """Radix trie over token ids: find the longest common prefix of a prompt and all stored sequences in one walk. Pure.
 
-Ids are packed into four bytes each (`pack`). Every step therefore compares bytes, not Python ints. A prompt of 6,000
-tokens takes some tens of microseconds. A stored sequence takes four bytes per token. `PromptTrie` of mlx-lm has a dict
-of 230 bytes per token. Its search for a longer entry copies the rest of the entry once per token of that rest.
+Ids are packed into four bytes each (`pack`), so that every step compares bytes, not Python ints. A lookup of a prompt
+of 6,000 tokens takes some tens of microseconds. A stored sequence takes four bytes per token. `PromptTrie` of mlx-lm
+has a dict of 230 bytes per token. Its search for a longer entry copies the rest of the entry once per token of that
+rest.
 
-Below the root, every leaf holds a value, and every node without a value has two or more children.
+Below the root, every leaf has a value, and every node without a value has two or more children.
 """
 
 from array import array
@@ -60,10 +61,10 @@ class TrieMatch(Generic[V]):
     shared: int
     """Length of the longest prefix that the key shares with a stored key, in tokens."""
     below: V | None
-    """Any value whose key starts with the shared tokens; None if no token is shared."""
+    """A value whose key starts with the shared tokens; None if no token is shared."""
     exact: V | None
-    """Value with the longest stored key that is wholly a prefix of the key and within the allowed length; None if there
-    is none."""
+    """Value of the longest stored key that is a prefix of the key and within the allowed length; None if there is
+    none."""
 
 
 class RadixTrie(Generic[V]):
@@ -78,7 +79,7 @@ class RadixTrie(Generic[V]):
         return not self._root.children and self._root.value is None
 
     def put(self, key: bytes, value: V) -> None:
-        """Store a value in place of an earlier value with the same key."""
+        """Store a value under a packed key, in place of any value that is stored under the same key."""
         node, at = self._root, 0
         while at < len(key):
             child = node.find_child(key, at)
@@ -96,7 +97,7 @@ class RadixTrie(Generic[V]):
         node.set_value(value)
 
     def remove(self, key: bytes) -> None:
-        """Remove the value of a key, and nodes that only led to it. The key must be stored."""
+        """Remove a key, which must be stored, with its value and the nodes that only led to it."""
         path = list(self._iterate_path(key))
         node = path[-1]
         node.set_value(None)
@@ -110,8 +111,8 @@ class RadixTrie(Generic[V]):
             path[-2].add_child(child)
 
     def match(self, key: bytes, most: int) -> TrieMatch[V]:
-        """Walk along a key, and return its match. `most` is the maximum length, in tokens, of the stored key whose
-        value becomes `TrieMatch.exact`."""
+        """Compare a packed key with the stored keys, and return the match. `most` is the maximum length in tokens of
+        the stored key whose value becomes `TrieMatch.exact`."""
         node, at = self._root, 0
         exact: V | None = None
         while at < len(key):
@@ -127,7 +128,7 @@ class RadixTrie(Generic[V]):
         return TrieMatch(at // ID_BYTES, _find_any_value(node) if at else None, exact)
 
     def find_proper_prefixes(self, key: bytes) -> list[V]:
-        """Return the values whose keys are proper prefixes of this key."""
+        """Return the values whose keys are proper prefixes of `key`, the shortest first."""
         found: list[V] = []
         node, at = self._root, 0
         while at < len(key):

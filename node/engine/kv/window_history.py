@@ -6,8 +6,8 @@ Right after a chunk, a window holds at least the tokens of that chunk.
 
     chunk ─► record ─► … ─► store (`StoredWindow` in place of each window) ─► restore at any length in `cuts`
 
-A length can be restored if the `max_size` tokens before it are recorded. Tokens of an answer are not recorded: of those
-only the last window is known. All windows of a model record the same tokens.
+A length can be restored if the `max_size` tokens before it are recorded. Tokens of an answer are not recorded; only the
+last window of them is known. All windows of a model record the same tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,8 +25,8 @@ from node.engine.kv.prefix_store import Cuts
 class WindowPiece(NamedTuple):
     """Keys and values of some tokens of a window, shape (1, heads, tokens, features).
 
-    A recorded piece has evaluated arrays that hold no other tokens. A piece from `view_part` has views of the arrays of
-    another piece.
+    A recorded piece has evaluated arrays that contain no other tokens. A piece from `view_part` has views of the arrays
+    of another piece.
     """
 
     start: int
@@ -72,7 +72,7 @@ class StoredWindow:
         return sum(piece.nbytes for piece in self.pieces)
 
     def restore(self, length: int) -> LayerCache:
-        """Return the cache of the layer as it is after `length` tokens, a length within the ranges of
+        """Return the cache of the layer after the first `length` tokens. `length` must be in a range of
         `compute_cuts`."""
         start = max(0, length - self.max_size)
         parts = [piece.view_part(start, length) for piece in self.pieces if piece.end > start and piece.start < length]
@@ -83,7 +83,7 @@ class StoredWindow:
 
 
 class WindowHistory:
-    """History of all windows of a row during its prefill. `windows` holds the pieces recorded so far, by window."""
+    """History of all windows of a row during its prefill. `windows` has the pieces recorded so far, by window."""
 
     def __init__(self, windows: Sequence[Sequence[WindowPiece]] = ()) -> None:
         self._windows = [list(pieces) for pieces in windows]
@@ -96,12 +96,13 @@ class WindowHistory:
         return sum(piece.nbytes for pieces in self._windows for piece in pieces)
 
     def estimate_bytes(self, cache: Layers, count: int) -> int:
-        """Return the bytes that `record` would take for `count` tokens, all windows of `cache` together."""
+        """Return the bytes that `record` would take for `count` tokens, as the sum over all windows of `cache`."""
         windows = cast("list[Any]", _list_windows(cache))
         return sum(window.nbytes // window.keys.shape[2] * count for window in windows)
 
     def record(self, cache: Layers, count: int) -> None:
-        """Copy the last `count` tokens out of the windows of a row's cache, right after the chunk that wrote them."""
+        """Copy the last `count` tokens out of the windows of a row's cache. Must be called right after the chunk that
+        wrote them."""
         found = [_copy_last(layer, count) for layer in _list_windows(cache)]
         evaluate([(piece.keys, piece.values) for piece in found])
         self._windows = self._windows or [[] for _ in found]
@@ -109,8 +110,8 @@ class WindowHistory:
             pieces.append(piece)
 
     def build_layers(self, cache: Layers, length: int) -> Layers:
-        """Return the layers of a row's cache for the prefix store. The history up to `length` tokens takes the place of
-        each window. All other layers are returned as they are, not cut to `length`."""
+        """Return the layers of a row's cache for the prefix store. The history up to `length` tokens replaces each
+        window. All other layers are returned unchanged, not cut to `length`."""
         pieces = iter(self._windows)
         return [
             cast("LayerCache", StoredWindow(cast("Any", layer).max_size, _cut_pieces(next(pieces), length)))
@@ -120,8 +121,8 @@ class WindowHistory:
         ]
 
     def clear(self) -> None:
-        """Release all pieces and set `is_lost`, because memory is short. The caller then records nothing more for this
-        row."""
+        """Release all pieces and set `is_lost`, because memory is short. After this, `record` must not be called
+        again."""
         self._windows, self.is_lost = [], True
 
 
@@ -137,7 +138,7 @@ class WindowHistories:
         return sum(history.nbytes for history in self._open)
 
     def add(self, history: WindowHistory) -> WindowHistory:
-        """Count a history until it is removed, or nothing else refers to it because its prefill has ended. Return the
+        """Count a history until it is removed, or until its prefill has ended and nothing else refers to it. Return the
         history."""
         self._open.add(history)
         return history
@@ -170,8 +171,8 @@ def extend_history(layers: Layers, earlier: Layers) -> Layers:
     """Return the cache of an ended row for the prefix store, with the history of `earlier`, a stored cache of its first
     tokens.
 
-    A sliding window in `layers` has only its last tokens. Layers without a window are returned as they are. `earlier`
-    is unchanged; the result shares the arrays of its history.
+    A sliding window in `layers` has only its last tokens. Layers without a window are returned unchanged. `earlier`
+    does not change; the result shares the arrays of its history.
     """
     return [
         _extend_window(layer, before) if isinstance(before, StoredWindow) else layer
@@ -202,8 +203,8 @@ def restore_layers(layers: Layers, length: int, *, copy: bool) -> Layers:
 
 
 def cut_layers(layers: Layers, length: int) -> Layers:
-    """Return views of the first `length` tokens of a cache. Stored windows are returned as they are, because they end
-    at `length` already."""
+    """Return views of the first `length` tokens of a cache. Stored windows are returned unchanged, because they already
+    end at `length`."""
     return [
         cast("LayerCache", layer)
         if isinstance(layer, StoredWindow)
@@ -215,7 +216,7 @@ def cut_layers(layers: Layers, length: int) -> Layers:
 def materialize_layers(layers: Layers) -> Layers:
     """Return the layers of a row with evaluated arrays of their own, so that the row's arrays can be freed.
 
-    Stored windows are returned as they are, because their arrays are copies already.
+    Stored windows are returned unchanged, because their arrays are already copies.
     """
     return [
         cast("LayerCache", layer) if isinstance(layer, StoredWindow) else materialize([cast("LayerCache", layer)])[0]
@@ -250,7 +251,8 @@ def _copy_last(layer: Any, count: int) -> WindowPiece:
 
 
 def _cut_pieces(pieces: Iterable[WindowPiece], length: int) -> tuple[WindowPiece, ...]:
-    """Return the pieces up to `length` tokens. The piece that ends later is copied, so that it holds no other token."""
+    """Return the pieces up to `length` tokens. A piece that ends later is cut and copied, which drops its other
+    tokens."""
     kept = list[WindowPiece]()
     for piece in pieces:
         if piece.end <= length:

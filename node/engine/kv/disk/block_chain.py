@@ -33,7 +33,7 @@ class BlockName(NamedTuple):
     chain: bytes
     """Hash after the last token of the part."""
     tokens: int = BLOCK_TOKENS
-    """Number of tokens of the part; for a state, the number of tokens after the last whole block."""
+    """Number of tokens of the block; for a state, the number of tokens after the last whole block."""
     parent: bytes = b""
     """Hash after the last whole block, for a state only; empty for any other part."""
 
@@ -47,14 +47,14 @@ class BlockName(NamedTuple):
 
 
 def compute_root(fingerprint: str, versions: str, scope: str) -> bytes:
-    """Return the hash with which the chains of a model and scope begin. `versions` names the libraries that wrote the
-    arrays, with their versions."""
+    """Return the first hash of all chains of a model and a scope. `fingerprint` is that of the model. `versions` names
+    the libraries that write the arrays, with their versions."""
     text = "\0".join((str(FORMAT_VERSION), fingerprint, versions, scope))
     return blake2b(text.encode(), digest_size=HASH_BYTES).digest()
 
 
 def compute_chain(root: bytes, key: bytes) -> list[bytes]:
-    """Return the hash after each whole block of packed ids, the root first."""
+    """Return the chain of hashes of the packed ids `key`: the root, then the hash after each whole block."""
     chain = [root]
     for start in range(0, len(key) - BLOCK_BYTES + 1, BLOCK_BYTES):
         chain.append(blake2b(chain[-1] + key[start : start + BLOCK_BYTES], digest_size=HASH_BYTES).digest())
@@ -69,8 +69,8 @@ def name_state(model: str, parent: bytes, tail: bytes) -> BlockName:
 
 
 def parse_name(file: str) -> BlockName | None:
-    """Return the name of a file of the cache from its path relative to the folder of the cache (`BlockName.file`).
-    Return None for any other file."""
+    """Parse the path of a file relative to the folder of the disk cache (`BlockName.file`). Return None for a file that
+    the disk cache did not write."""
     model, _, last = file.rpartition("/")
     stem, _, suffix = last.rpartition(".")
     try:

@@ -3,9 +3,9 @@
     magic ‖ length of the header (4 bytes) ‖ header ‖ digest of the header ‖ body ‖ digest of the body
 
 A digest is the first 16 bytes of SHA-256, for which processors have instructions: 1,430 MiB/s against 564 MiB/s of
-blake2b. The header is msgpack with plain numbers and words: version, chain, part, tokens, and the type and shape of
-each array. The body is the arrays one after another. A file is data: no name of a class and no code is read from it. A
-file that was cut off, changed or written for another chain or part is refused with `InvalidBlockError`.
+blake2b. The header is msgpack with plain numbers and strings: version, chain, part, tokens, and the type and shape of
+each array. The body is the arrays one after another. A file contains only data, no names of classes and no code. A file
+that was cut off, changed or written for another chain or part is refused with `InvalidBlockError`.
 """
 
 import math
@@ -23,15 +23,15 @@ MAGIC = b"MPKV"
 FORMAT_VERSION = 2
 """Version of the format. It is part of each chain, so that files of another version are not found."""
 MAX_HEADER_BYTES = 1 << 20
-"""Maximum bytes of a header. A file with a longer one is invalid."""
+"""Maximum bytes of a header. A file with a longer header is invalid."""
 DIGEST_BYTES = 16
 """Bytes of a checksum."""
 ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
-"""Types of arrays in files, with the types of numpy that hold their bytes."""
+"""Types of arrays in files, each with the type of the numpy array that contains its bytes."""
 
 
 class InvalidBlockError(ValueError):
-    """Raised for a damaged file, or a file of another format version, chain, part or number of tokens.
+    """Error: a file is damaged, or has another format version, chain, part or number of tokens than expected.
 
     Also raised for arrays that do not fit the model.
     """
@@ -41,7 +41,7 @@ class BlockPart(StrEnum):
     """Content of a file; also the suffix of its name."""
 
     TOKENS = "t"
-    """Keys and values of a whole block, of the layers that hold all tokens."""
+    """Keys and values of a whole block, of the layers that keep all tokens."""
     WINDOW = "w"
     """Keys and values of a whole block, of the layers with a sliding window."""
     STATE = "s"
@@ -50,12 +50,12 @@ class BlockPart(StrEnum):
 
 
 class BlockArray(NamedTuple):
-    """Array of a file of the disk cache, as numpy holds it."""
+    """Array of a file of the disk cache, as a numpy array."""
 
     kind: str
     """Type, a key of `ITEM_TYPES`."""
     data: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
-    """Numbers of the array. Numbers of the type bfloat16 are held as integers of two bytes."""
+    """Numbers of the array. Numbers of the type bfloat16 are stored as integers of two bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -77,7 +77,8 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
 
 def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[BlockArray]) -> list[bytes | memoryview]:
-    """Return the pieces of a file in order. Contiguous arrays are not copied."""
+    """Return the content of a file as pieces in order. `chain` is the hash after the last token of the part, and
+    `tokens` the number of its tokens. Contiguous arrays are not copied."""
     shapes = [(array.kind, list(array.data.shape)) for array in arrays]
     header = msgspec.msgpack.encode(BlockHeader(FORMAT_VERSION, chain, part.value, tokens, shapes))
     body = [np.ascontiguousarray(array.data).data.cast("B") for array in arrays]
@@ -89,8 +90,8 @@ def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[Bl
 
 
 def decode_block(content: bytes, chain: bytes, part: BlockPart, tokens: int) -> list[BlockArray]:
-    """Return the arrays of a file, as views of its content. Raise `InvalidBlockError` unless the content is the
-    unchanged file of this chain, part and number of tokens."""
+    """Return the arrays of a file, as views of `content`. Raise `InvalidBlockError` unless `content` is the unchanged
+    file of this chain, part and number of tokens."""
     start = len(MAGIC) + 4
     if content[: len(MAGIC)] != MAGIC or len(content) < start:
         raise InvalidBlockError("no block")

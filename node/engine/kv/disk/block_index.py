@@ -1,7 +1,7 @@
 """Index of the files of the disk cache, least recently used first. Its methods may be called from any thread.
 
-The index is built from the names, sizes and times of the files, and holds no content. A prompt is looked up by its
-chain of hashes (`block_chain`).
+The index is built from the names, sizes and times of the files, and contains none of their content. A prompt is looked
+up by its chain of hashes (`block_chain`).
 """
 
 import contextlib
@@ -20,13 +20,13 @@ from node.engine.kv.radix_trie import ID_BYTES
 MAX_EVICTIONS_PER_SAVE = 32
 """Maximum files that are deleted for one new file, because each deletion delays the writer."""
 MAX_REMOVED = 4096
-"""Maximum names of removed files that are held. The oldest is dropped first."""
+"""Maximum number of names of removed files that are kept. The oldest name is discarded first."""
 TEMPORARY = ".new"
 """Suffix of a file that is being written."""
 
 
 class FolderSize(NamedTuple):
-    """Size of the files of a model."""
+    """Number and total size of the files of a model."""
 
     files: int = 0
     """Number of files."""
@@ -49,7 +49,7 @@ class BlockIndex:
         """Files of states, by the hash of the last whole block before the state and the number of tokens after it."""
         self._nbytes = 0
         self.removed: deque[str] = deque(maxlen=MAX_REMOVED)
-        """Names of the files that were removed last, until `DiskCache.take_lost` takes them."""
+        """Names of the most recently removed files. `DiskCache.take_lost` takes them from here."""
         self._models: dict[str, list[int]] = {}
         """Files and bytes of each model, by its fingerprint."""
 
@@ -81,8 +81,8 @@ class BlockIndex:
         self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
 
     def remove(self, file: str) -> bool:
-        """Remove a file from the index by its name, and add the name of a known file to `removed`. Return whether the
-        index had the file. The file itself is not deleted."""
+        """Remove a file from the index by its name, and add the name to `removed` if the index had the file. Return
+        whether it had. The file itself is not deleted."""
         with self._lock:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:
@@ -134,8 +134,8 @@ class BlockIndex:
         return chosen
 
     def count_blocks(self, model: str, chain: Sequence[bytes]) -> int:
-        """Return the number of whole blocks, counted from the first without a gap, whose tokens are stored. `model` is
-        the fingerprint, `chain` the hashes of the prompt, root first."""
+        """Return the number of leading whole blocks of a prompt that are stored, up to the first gap. `model` is the
+        fingerprint, `chain` the hashes of the prompt, root first."""
         for place, link in enumerate(chain[1:]):
             if f"{model}/{link.hex()}.t" not in self._sizes:
                 return place
@@ -145,8 +145,8 @@ class BlockIndex:
         """Return the length in tokens and the name of the longest stored state of a prompt, at most `most` tokens long.
         Return None if there is none.
 
-        `key` has the packed ids of the prompt. `chain` has the hashes of its first blocks that are stored, root first.
-        `model` is the fingerprint.
+        `key` has the packed ids of the prompt. `chain` has the hashes of its leading stored blocks, root first. `model`
+        is the fingerprint.
         """
         with self._lock:
             for place in range(len(chain) - 1, -1, -1):
@@ -164,10 +164,11 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Replace the index by the files in the folders of all models, oldest first, without reading the files.
+        """Rebuild the index from the files in the folders of all models below `folder`, without reading the files.
 
-        With `clean`, delete files that were not completed. Leave out files and folders that another process deletes
-        meanwhile. Raise `OSError` if a folder cannot be read or a file cannot be deleted.
+        The times of the files decide which are the least recently used. With `clean`, delete files that were not
+        completed. Files and folders that another process deletes during the scan are left out. Raise `OSError` if a
+        folder cannot be read or a file cannot be deleted.
         """
         found, models = list[ScannedFile](), list[str]()
         with os.scandir(folder) as entries:

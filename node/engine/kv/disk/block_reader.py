@@ -1,6 +1,6 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no MLX calls, and is at most three parts (files) ahead. A file that is missing, invalid or not read
+The thread makes no MLX calls, and reads at most three parts (files) ahead. A file that is missing, invalid or not read
 within `STALLED_SECONDS` ends the restoration. The engine then removes this file from the index and looks the prompt up
 again.
 """
@@ -20,7 +20,7 @@ from node.engine.kv.disk.layer_parts import LayerBuilder
 from node.engine.kv.kv_cache import Layers
 
 PARTS_AHEAD = 2
-"""Maximum number of parts that wait for `BlockReader.take`. The thread may hold one more part that it has read."""
+"""Maximum number of parts that wait for `BlockReader.take`. The thread may have read one more part."""
 STALLED_SECONDS = 5.0
 """Seconds without a further part after which the disk counts as stalled."""
 
@@ -28,10 +28,11 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class PlannedPart(NamedTuple):
-    """File to read, with the position of its first token."""
+    """File to read."""
 
     name: BlockName
     start: int
+    """Position of the file's first token in the prompt."""
 
 
 class ReadPlan(NamedTuple):
@@ -40,24 +41,26 @@ class ReadPlan(NamedTuple):
     length: int
     parts: tuple[PlannedPart, ...]
     nbytes: int
-    """Bytes of all files."""
+    """Total bytes of the files."""
 
 
 class ReadPart(NamedTuple):
-    """Part that the thread has read; `arrays` None: the file is missing or invalid.
-
-    `nbytes` is the size of its file, `seconds` the duration of the read.
-    """
+    """Result of reading one part."""
 
     planned: PlannedPart
     arrays: Sequence[BlockArray] | None
+    """Arrays of the file; None if it is missing or invalid."""
     nbytes: int
+    """Size of the file; 0 if it could not be read."""
     seconds: float
+    """Duration of the read."""
 
 
 class BlockReader:
-    """Thread that reads the files of a plan in `folder` ahead. The thread ends after the last file, the first
-    invalid file, or `close`."""
+    """Thread that reads the files of a plan ahead of their use. `folder` is the folder of the disk cache.
+
+    The thread starts at once, and ends after the last file, the first invalid file, or `close`.
+    """
 
     def __init__(self, folder: Path, plan: ReadPlan) -> None:
         self._folder = folder
@@ -105,20 +108,21 @@ class BlockReader:
 
 
 class DiskRestore:
-    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model, filled by `step`.
+    """Restoration of the KV cache of one prompt from the disk, part by part.
 
-    `folder` is the folder of the disk cache. A thread begins at once to read the files.
+    `folder` is the folder of the disk cache. `cache` is an empty cache of the model, which `step` fills. A thread
+    starts to read the files at once.
     """
 
     def __init__(self, folder: Path, plan: ReadPlan, cache: Layers) -> None:
         self.plan = plan
         self.layers: Layers | None = None
-        """Complete cache of the first `plan.length` tokens, as the prefix store holds caches; None before the last
+        """Complete cache of the first `plan.length` tokens, as the prefix store keeps caches; None before the last
         part."""
         self.invalid: PlannedPart | None = None
         """Invalid or stalled part that ended the restoration; None without one."""
         self.seconds = 0.0
-        """Seconds that the reading of the parts so far took, the last part included if its file was invalid."""
+        """Total seconds of the reads so far, including the read of an invalid file."""
         self._builder = LayerBuilder(cache, plan.length)
         self._reader = BlockReader(folder, plan)
         self._left = len(plan.parts)
@@ -126,7 +130,7 @@ class DiskRestore:
 
     def step(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for the next part, and add it to the cache. Return whether the restoration has
-        ended: `layers` or `invalid` is then set."""
+        ended, in which case `layers` or `invalid` is set."""
         part = self._reader.take(timeout)
         now = time.monotonic()
         if part is None:
@@ -152,6 +156,6 @@ class DiskRestore:
         return self.layers is not None
 
     def close(self) -> None:
-        """End the reading, and release the parts that were read ahead, because the restoration has ended or is not
+        """Stop the reading, and release the parts that were read ahead, because the restoration has ended or is not
         needed."""
         self._reader.close()

@@ -27,8 +27,8 @@ MAX_QUEUED_BYTES = 64 * MIB
 """Bytes of parts, queued or being written, from which `BlockWriter.can_accept` returns False. A single part may be
 larger."""
 DISCARD_SECONDS = 1.0
-"""Maximum seconds to wait for the file that is being written before the folders of models are deleted. No token is
-generated meanwhile. A file that takes longer is deleted by its writer."""
+"""Maximum seconds to wait for the file that is being written before the folders of models are deleted. The engine
+generates no token during this wait. The writer deletes a file that takes longer."""
 PAUSE_AFTER_ERROR_SECONDS = 30.0
 """Seconds after a failed write for which `BlockWriter.can_accept` returns False: the disk may be full, read-only or
 gone."""
@@ -37,18 +37,19 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class QueuedPart(NamedTuple):
-    """Part in the queue of the writer. `nbytes` is the bytes of its arrays."""
+    """Part in the queue of the writer."""
 
     name: BlockName
     arrays: Sequence[BlockArray]
     nbytes: int
+    """Total bytes of the arrays."""
 
 
 class BlockWriter:
     """Writer of the files of one folder (see the module's docstring).
 
-    `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
-    process. `saves` counts the parts that were queued, `persisted` those that were written, and `drops` those that were
+    `quota()` returns the maximum bytes of all files. `budget` limits the bytes written per day. The thread runs until
+    the process ends. `saves` counts the queued parts, `persisted` the written parts, and `drops` the parts that were
     dropped before their write. `errors` counts failed writes, `evictions` the files that were deleted to make room. A
     failed write drops all queued parts.
     """
@@ -67,7 +68,7 @@ class BlockWriter:
         """Whether the file that is being written is deleted once it is complete."""
         self._resume_at = 0.0
         self.quota = quota()
-        """Bytes that all files may have, computed at the start and before each write."""
+        """Maximum bytes of all files, as computed at the start and before each write."""
         self.saves = self.persisted = self.drops = self.errors = self.evictions = 0
         threading.Thread(target=self._run, name="disk-cache-writer", daemon=True).start()
 
@@ -96,7 +97,7 @@ class BlockWriter:
         return self._nbytes < MAX_QUEUED_BYTES and time.monotonic() >= self._resume_at
 
     def put(self, name: BlockName, arrays: Sequence[BlockArray]) -> None:
-        """Queue a part. Its arrays stay in memory until it is written or dropped."""
+        """Queue the file `name` with these arrays. They stay in memory until the file is written or dropped."""
         size = sum(array.nbytes for array in arrays)
         with self._changed:
             self._queue.append(QueuedPart(name, arrays, size))
@@ -106,7 +107,7 @@ class BlockWriter:
             self._changed.notify()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until all parts are written or dropped. Return False if that takes longer than `seconds`."""
+        """Block until all parts are written or dropped. Return False if that takes longer than `seconds`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, seconds)
 

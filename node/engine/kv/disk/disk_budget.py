@@ -1,7 +1,7 @@
 """Quota of the disk cache by the free space of the disk, budget of written bytes per day, and pauses between writes.
 
-The bytes written per day are limited to a share of the disk, because writes wear a disk and those of Macs are soldered
-in.
+The bytes written per day are limited to a share of the disk, because writes wear out a disk. Disks of Macs cannot be
+replaced.
 """
 
 import shutil
@@ -21,7 +21,7 @@ SECONDS_PER_DAY = 86_400.0
 FILE = "budget.json"
 """Name of the file with the remaining budget, in the folder of the cache."""
 STORE_SHARE = 0.01
-"""Share of the daily bytes. The remaining budget is stored whenever this share has been used since the last time."""
+"""Share of the daily bytes after whose use the remaining budget is stored again."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Interval in seconds and speed in bytes per second of writing while requests run. The pause between two copied parts
 is the bytes of a part divided by the speed, at most the interval."""
@@ -36,10 +36,10 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class WriteBudget:
-    """Budget of written bytes: `daily` bytes per day; unused bytes add up to at most one day. `now` is in monotonic
-    seconds.
+    """Budget of `daily` written bytes per day. Unused bytes accumulate to at most the bytes of one day.
 
-    The remaining budget is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
+    `now` is the monotonic time. The remaining budget is stored in `folder` for the next process; None: not stored.
+    `wall()` returns Unix seconds.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class WriteBudget:
         self._unstored = 0
 
     def compute_left(self, now: float) -> float:
-        """Return the bytes that are left at the monotonic time `now`."""
+        """Return the bytes that may still be written at the monotonic time `now`."""
         return min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
 
     def take(self, size: int, now: float) -> bool:
-        """Take `size` bytes from the budget at the monotonic time `now`. Return False, and take nothing, if fewer are
-        left. Write the file of the budget after each `STORE_SHARE` of the daily bytes."""
+        """Take `size` bytes from the budget at the monotonic time `now`. If fewer are left, take nothing and return
+        False. The file of the budget is written each time `STORE_SHARE` of the daily bytes has been taken."""
         self._left, self._at = self.compute_left(now), now
         if size > self._left:
             return False
@@ -80,7 +80,7 @@ class WriteBudget:
 
 
 def _read_left(file: Path, daily: float, now: float) -> float:
-    """Return the bytes that are left at `now` (Unix seconds) of a stored budget; `daily` without a readable one. If
+    """Return the bytes that are left of a stored budget at `now` (Unix seconds); `daily` if `file` cannot be read. If
     `now` is before the stored time, no time counts as passed."""
     try:
         left, at = msgspec.json.decode(file.read_bytes(), type=tuple[float, float])
@@ -90,7 +90,7 @@ def _read_left(file: Path, daily: float, now: float) -> float:
 
 
 def compute_quota(setting: str | int, folder: Path, used: int) -> int:
-    """Return the bytes that the files of the cache in `folder` may have. `used` is their bytes now.
+    """Return the maximum bytes of all files of the disk cache in `folder`. `used` is the bytes of its current files.
 
     `setting` is `disk_cache_size`: bytes or `auto`. `auto` is half of the space that would be free without the cache,
     at most a fifth of the disk. A twentieth of the disk is always left free. Return 0 if the disk cannot be read.
@@ -107,8 +107,8 @@ def compute_quota(setting: str | int, folder: Path, used: int) -> int:
 
 
 def compute_pause_seconds(part_bytes: int, *, urgent: bool) -> float:
-    """Return the seconds between the copies of two parts of `part_bytes` bytes while requests run. `urgent`: their
-    entry may soon be evicted from memory."""
+    """Return the pause in seconds between the copies of two parts of `part_bytes` bytes while requests run. `urgent`:
+    the entry of the parts may soon be evicted from memory."""
     if urgent:
         return min(URGENT_WRITE_INTERVAL_SECONDS, part_bytes / URGENT_WRITE_SPEED)
     return min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)

@@ -5,10 +5,10 @@
 
 Rules
 - A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
-- A prefix is written only if its prefill is expected to take at least `min_seconds` longer than reading it.
+- A prefix is written only if its prefill is expected to take at least `min_seconds` longer than a read of its files.
 - One process at a time writes to a folder, under a lock. Another process only reads until it gets the lock.
 - Files belong to a model by its fingerprint, and to a scope: a key finds only files of its own scope and shared files.
-- The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
+- The text of prompts can be recovered from the files. Only the user of this process can read the folder.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ class DiskCache:
         self.writer: BlockWriter | None = None
         """Writer; None while another process writes to this folder. `offer` and `clear` try again to take the lock."""
         self.store_id = ""
-        """Random identity of the folder; a new one once the files of all models are deleted."""
+        """Random identity of the folder. It changes when the files of all models are deleted."""
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
             self._read_folder(clean=False)
@@ -124,7 +124,7 @@ class DiskCache:
     def describe(self, state: CacheState) -> CacheState:
         """Return `state` with the fields `store` and `disk_…` filled in. Numbers of the writer are 0 without a writer.
 
-        `disk_drops` also counts entries that left the queue unwritten, `disk_errors` also restorations that failed.
+        `disk_drops` also counts entries that left the queue unwritten. `disk_errors` also counts failed restorations.
         """
         writer = self.writer
         return replace(
@@ -152,16 +152,16 @@ class DiskCache:
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Wait until the parts that are queued for the writer or being copied for it are written. Drop parts that are
-        not written within `FLUSH_SECONDS`. Return the released bytes of memory; 0 without a writer."""
+        """Block until the parts that are copied or queued for the writer are written. Drop parts that are not written
+        within `FLUSH_SECONDS`. Return the released bytes of memory; 0 without a writer."""
         before = self.queued_bytes
         if self.writer is not None and before:
             self.queue.flush(self.writer)
         return before - self.queued_bytes
 
     def take_lost(self) -> list[bytes]:
-        """Return the prompt hashes that are no longer cached anywhere. These were evicted from memory before, and since
-        the last call removed from the disk or dropped by the writer."""
+        """Return the hashes of prompts that are lost since the last call: neither memory nor the disk has them. They
+        were evicted from memory, and then removed from the disk or dropped by the writer."""
         removed, gone, lost = self._index.removed, list[DiskCopy](), list[bytes]()
         while removed:
             gone += self._copies.pop(removed.popleft(), {}).values()
@@ -206,10 +206,10 @@ class DiskCache:
         return self._index.list_models()
 
     def clear(self, model: str) -> None:
-        """Delete the files of the model with the fingerprint `model`; an empty `model` stands for all. Drop all entries
-        and parts that wait to be written, also of other models. Wait up to `DISCARD_SECONDS` for a file that is being
-        written. Without `model`, the folder gets a new identity. Raise `OSError` if files cannot be deleted,
-        `BlockingIOError` if another process writes to the folder.
+        """Delete the files of the model with the fingerprint `model`; if `model` is empty, those of all models. Drop
+        all entries and parts that wait to be written, even of other models. Wait up to `DISCARD_SECONDS` for a file
+        that is being written. If `model` is empty, the folder gets a new identity. Raise `OSError` if files cannot be
+        deleted, and `BlockingIOError` if another process writes to the folder.
         """
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
@@ -230,8 +230,8 @@ class DiskCache:
     # reading
 
     def find(self, shape: CacheShape, scope: str, key: bytes) -> ReadPlan | None:
-        """Return the files of the longest stored prefix of a prompt; None if no prefix is stored. The prefix leaves out
-        at least the last token of the prompt, because a forward must compute its logits.
+        """Return a plan to read the longest stored prefix of a prompt; None if no prefix is stored. The prefix leaves
+        out at least the last token of the prompt, because a forward must compute its logits.
 
         `key` is the packed token ids of the prompt. `scope` is the scope of its API key, or the scope of all keys.
         """
@@ -265,7 +265,7 @@ class DiskCache:
         return nbytes / self._read_speed
 
     def begin_restore(self, plan: ReadPlan, cache: Layers) -> DiskRestore:
-        """Begin to read the files of a plan into an empty cache, and return the restoration in progress."""
+        """Start to read the files of a plan into the empty `cache`, and return the restoration in progress."""
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
@@ -285,11 +285,10 @@ class DiskCache:
         _mark_used(self._index, self._folder, [part.name.file for part in plan.parts])
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files from index and disk: they are invalid, or a request that was restored from them or stored them
-        has failed.
+        """Remove files from index and disk, because they are invalid or a request that used or stored them has failed.
 
-        While another process writes to the folder, the files stay on the disk. They are deleted once this process
-        writes.
+        While another process writes to the folder, the files stay on the disk. They are deleted when this process gets
+        the lock of the folder.
         """
         for part in parts:
             if self.writer is not None:
@@ -317,12 +316,12 @@ class DiskCache:
     def offer(
         self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float, view: RowView | None = None
     ) -> None:
-        """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        reading it. Ignore the entry if another process writes to the folder, or the folder cannot be read. The same
-        applies if the disk cannot store the caches of its model.
+        """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than a
+        read of its files. Ignore the entry if another process writes to the folder, or the folder cannot be read.
+        Ignore it as well if the disk cache cannot store the caches of the model.
 
-        `view()` returns the cache of a decoding row with the same tokens, or None once the row has ended. This cache is
-        written if the entry is not in memory.
+        `view()` returns the cache of a decoding row with the same tokens, or None after the end of the row. This cache
+        is written if the entry is not in memory.
         """
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds:
@@ -336,8 +335,8 @@ class DiskCache:
             self.queue.add(entry, shape, view)
 
     def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
-        """Launch the copies of the next parts that are due at the monotonic time `now`, and pass the earlier copies to
-        the writer. Do nothing if another process writes to the folder.
+        """Launch the copies of the parts that are due at the monotonic time `now`, and pass earlier copies to the
+        writer. Do nothing if another process writes to the folder.
 
         `busy`: requests run, and writes are spaced out. `room`: maximum number of parts for which memory suffices.
         `urgent`: the newest entry may soon be evicted from memory.

@@ -1,11 +1,11 @@
-"""Parts of a cache for the disk: cut blocks and states out of the layers of a stored sequence, and put them together.
+"""Parts of a cache for the disk: cut a cache into blocks and states, and rebuild a cache from them.
 
-    layers that hold all tokens      a part for each block of 256 tokens
+    layers that keep all tokens      a part for each block of 256 tokens
     layers with a sliding window     a part for each block whose tokens are recorded (`window_history`)
     layers with a state              a state at the end of a stored sequence, with the tokens after its last whole block
 
-Caches with other layers are not stored, nor those with windows and states, or without layers that hold all tokens.
-Arrays pass to numpy without a copy; numpy has no bfloat16, and arrays of that type pass as integers of two bytes.
+Caches with other layers are not stored. Nor are caches with both windows and states, or without layers that keep all
+tokens. Arrays pass to numpy without a copy. numpy has no bfloat16: such arrays pass as integers of two bytes.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from node.engine.kv.window_history import StoredWindow, WindowPiece
 from node.engine.process.device_errors import raise_if_device_lost
 
 TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
-"""Types of arrays that files can hold, with their names there (`ITEM_TYPES`)."""
+"""Types of arrays that files can contain, with their names in files (`ITEM_TYPES`)."""
 
 
 def list_parts(layers: Layers) -> frozenset[BlockPart]:
@@ -41,12 +41,12 @@ def get_window(layers: Layers) -> int:
 
 
 class LaunchedCut(NamedTuple):
-    """Copies of the arrays of one part, which MLX computes after the steps that were launched before."""
+    """Copies of the arrays of one part. MLX makes them asynchronously, after the steps that were launched earlier."""
 
     kinds: tuple[str, ...]
     """Type of each array, as in `BlockArray.kind`."""
     arrays: tuple[mx.array, ...]
-    """Copies. Copies of bfloat16 arrays hold integers of two bytes."""
+    """Copies of the arrays. Copies of bfloat16 arrays contain integers of two bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +54,11 @@ class LaunchedCut(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
     def wait(self) -> None:
-        """Wait for the copies. Call this before they are dropped (docs/decisions/0064)."""
+        """Block until the copies are complete. Must be called before they are released (docs/decisions/0064)."""
         evaluate(self.arrays)
 
     def collect(self) -> list[BlockArray]:
-        """Wait for the copies and return them, as arrays for a file."""
+        """Block until the copies are complete, and return them as arrays for a file."""
         self.wait()
         return [
             BlockArray(kind, np.array(array, copy=False)) for kind, array in zip(self.kinds, self.arrays, strict=True)
@@ -69,7 +69,7 @@ def begin_cut(layers: Layers, part: BlockPart, start: int, end: int) -> Launched
     """Launch the copies of one part of a cache, for the token positions from `start` up to but not including `end`.
 
     Return None if no layer has this kind of part, if a state is empty, or if the tokens of a window are not recorded.
-    Return None as well for arrays of a type that files cannot hold.
+    Return None as well for arrays of a type that files cannot contain.
     """
     arrays = list[mx.array]()
     for layer in cast("list[object]", layers):
@@ -99,8 +99,8 @@ def _begin_copies(arrays: Sequence[mx.array]) -> LaunchedCut | None:
 
 
 class LayerBuilder:
-    """Builder of the cache of a row from parts, in the order of their tokens. `cache` is empty at first, and `length`
-    is the number of tokens that it will have."""
+    """Builder of the cache of a row from parts, in the order of their tokens. `cache` is an empty cache of the model,
+    which the builder fills, and `length` the number of tokens that it will have."""
 
     def __init__(self, cache: Layers, length: int) -> None:
         self._cache = cache
@@ -110,7 +110,7 @@ class LayerBuilder:
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
         """Add the arrays of a part of `tokens` tokens, whose first token has the position `start`.
 
-        Raise `InvalidBlockError` if the arrays do not fit the layers, `DeviceLost` if a command buffer of the GPU
+        Raise `InvalidBlockError` if the arrays do not fit the layers, and `DeviceLost` if a command buffer of the GPU
         failed.
         """
         given = iter([_convert_back(array) for array in arrays])
@@ -152,7 +152,7 @@ class LayerBuilder:
 
 
 def count_window_blocks(window: int) -> int:
-    """Return the number of blocks that hold all tokens of a sliding window of `window` tokens at the end of a block."""
+    """Return the number of blocks that contain a sliding window of `window` tokens which ends with a block."""
     return -(-window // BLOCK_TOKENS)
 
 

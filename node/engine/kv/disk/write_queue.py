@@ -22,11 +22,11 @@ VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
 """Versions of mlx and mlx-lm. They are part of each chain of block hashes (`block_chain`): caches of other versions are
 not found."""
 FLUSH_SECONDS = 0.1
-"""Maximum seconds that an eviction waits until the writer has written the queued parts, which frees their memory."""
+"""Maximum seconds that an eviction waits for the writer to write the queued parts, which frees their memory."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
-"""Maximum number of queued entries. The oldest one is dropped first."""
+"""Maximum number of queued entries. The oldest entry is dropped first."""
 
 
 RowView = Callable[[], Layers | None]
@@ -45,11 +45,11 @@ class CacheShape(NamedTuple):
 
 
 class PendingEntry(NamedTuple):
-    """Queued entry, whose parts are not all copied yet. Parts that are on the disk already are skipped."""
+    """Queued entry, of which some parts are not copied yet. Parts that are already on the disk are skipped."""
 
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
-    """Parts that are left: name, position of the first token, and position after the last one (`list_entry_parts`)."""
+    """Remaining parts: name, position of the first token, and position after the last token (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
     absent: set[str]
@@ -70,13 +70,13 @@ class PendingEntry(NamedTuple):
         return self.entry.value
 
     def list_files(self) -> list[str]:
-        """Return the files of all parts, in the order of the blocks, also of absent ones."""
+        """Return the files of all parts in the order of the blocks, including absent parts."""
         return [name.file for name, _, _ in list_entry_parts(self.entry, self.shape)]
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
     """Yield all parts of an entry, in the order of the blocks: name, position of the first token, and position after
-    the last one."""
+    the last token."""
     chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
     for block, link in enumerate(chain[1:]):
         for part in (BlockPart.TOKENS, BlockPart.WINDOW):
@@ -90,8 +90,8 @@ def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator
 class WriteQueue:
     """Queue of the entries that wait to be written (see the module's docstring).
 
-    Files in `index` are not written again. `on_written(pending)` is called once the copies of all parts of an
-    entry were launched; the writer may still drop them.
+    Files in `index` are not written again. `on_written(pending)` is called when the copies of all parts of an entry
+    have been launched; the writer may still drop them.
     """
 
     def __init__(self, index: BlockIndex, on_written: Callable[[PendingEntry], None]) -> None:
@@ -112,17 +112,17 @@ class WriteQueue:
 
     @property
     def launched(self) -> set[str]:
-        """Files of the parts whose copies were launched and not passed to the writer."""
+        """Files of the parts whose copies were launched and have not been passed to the writer."""
         return {name.file for name, _ in self._cuts}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies that were launched."""
+        """Bytes of the copies that were launched and have not been passed to the writer."""
         return sum(cut.nbytes for _, cut in self._cuts)
 
     def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
-        """Add an entry; ignore an entry without parts. Above `MAX_PENDING` entries, drop the oldest one and count it in
-        `unwritten`. `view` is described at `PendingEntry`."""
+        """Queue an entry; ignore an entry without parts. Above `MAX_PENDING` entries, drop the oldest entry and count
+        it in `unwritten`. `view` is described at `PendingEntry`."""
         parts = list(list_entry_parts(entry, shape))
         if not parts:
             return
@@ -143,7 +143,7 @@ class WriteQueue:
         self._cuts = [(name, cut) for name, cut in self._cuts if name.file not in files]
 
     def clear(self) -> None:
-        """Drop all entries and all launched copies. They do not count in `unwritten`."""
+        """Drop all entries and all launched copies. The entries do not count in `unwritten`."""
         self._pending.clear()
         for _, cut in self._cuts:
             cut.wait()
@@ -158,13 +158,13 @@ class WriteQueue:
         return self._pending[-1].entry.nbytes if self._pending else 0
 
     def get_next_write(self) -> float | None:
-        """Return the monotonic time of the next call of `write_next`; 0.0 for at once, because copies were launched.
-        Return None if nothing is to be written."""
+        """Return the monotonic time at which `write_next` is due; 0.0 (at once) if launched copies wait for the writer.
+        Return None if the queue is empty."""
         return 0.0 if self._cuts else self._next_at if self._pending else None
 
     def write_next(self, writer: BlockWriter, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
-        """Pass the copies that the last call launched to the writer. Launch the copy of the next missing part of the
-        newest entry, if a write is due at the monotonic time `now`.
+        """Pass the copies that the last call launched to the writer. If a write is due at the monotonic time `now`,
+        launch the copy of the next missing part of the newest entry.
 
         No decode step waits for copies of an entry in memory. Copies of a decoding row are awaited at once, because a
         step would first copy the arrays of a batch that are still in use. `busy`: requests run, and writes are spaced
@@ -201,7 +201,7 @@ class WriteQueue:
         self._pending.pop()
 
     def flush(self, writer: BlockWriter) -> None:
-        """Pass the launched copies to `writer`, and wait until all of its parts are written, because their memory is
+        """Pass the launched copies to `writer`, and block until all its parts are written, because their memory is
         needed.
 
         Drop parts that are not written within `FLUSH_SECONDS`. Their entries, if still queued here, start again at
@@ -216,7 +216,7 @@ class WriteQueue:
             writer.clear()
 
     def _pass_copies(self, writer: BlockWriter) -> None:
-        """Pass the copies that were launched to the writer."""
+        """Pass the launched copies to the writer."""
         for name, cut in self._cuts:
             writer.put(name, cut.collect())
         self._cuts.clear()
