@@ -1,1 +1,1 @@
-"""Memory gate of the engine: readings, estimates, gated forwards, the reserve and leak detection."""
+"""Memory gate of the engine: readings, estimates, gated forwards, the emergency reserve and leak detection."""

@@ -24,7 +24,7 @@ FREE_BUFFER_SHARE = 0.01
 """Upper bound of MLX's free buffers as a share of the cap; at most `MAX_FREE_BUFFER_BYTES`."""
 MAX_FREE_BUFFER_BYTES = 256 * MIB
 """Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The next
-forward reuses the buffers. On Linux, page faults in new memory took much of the time to add a row to a decode batch.
+forward reuses the buffers. Without them, page faults on Linux take much of the time to add a row to a decode batch.
 The bound is small because footprint readings include the buffers. The engine frees them before it refuses a request."""
 
 POLL_SECONDS = 0.02
@@ -36,8 +36,8 @@ log = structlog.get_logger("engine.footprint")
 class EngineMemory:
     """Memory sensor of this process and MLX, with the recent peak.
 
-    Construct the sensor before any model is loaded: its first reading is the base of the engine without models. `total`
-    is the RAM in bytes. `known_bytes()` returns the bytes of weights, rows and cached prefixes.
+    Must be constructed before any model is loaded, because the first reading is the base: the footprint of the engine
+    without models. `total` is the RAM in bytes. `known_bytes()` returns the bytes of weights, rows and cached prefixes.
 
     The recent peak is stored as the bytes above `known_bytes()`. Memory that the engine frees deliberately therefore
     does not count against later requests. On macOS the footprint contains freed memory for a moment longer
@@ -85,7 +85,7 @@ class EngineMemory:
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
     def _measure_trailing(self, reading: MemoryReading, now: float) -> int:
-        """Return the bytes of a footprint that the system takes back soon. Only that of macOS trails."""
+        """Return the trailing bytes of a footprint, which the system takes back soon. Only macOS has such bytes."""
         if reading.phys is None or reading.source != PHYS_FOOTPRINT:
             return 0
         counted = mx.get_active_memory() + mx.get_cache_memory()
@@ -105,11 +105,11 @@ class EngineMemory:
         return self._recent.compute_peak_expiry(present - self._known_bytes(), now)
 
     def reset_peak(self) -> None:
-        """Forget all readings of the recent peak, because memory was freed on purpose."""
+        """Discard all readings of the recent peak, because memory was freed on purpose."""
         self._recent = RecentPeak()
 
     def wait_until_settled(self, seconds: float) -> None:
-        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
+        """Block for up to `seconds` until the footprint no longer contains freed memory."""
         until = time.monotonic() + seconds
         while self._measure_trailing(self._read_footprint(), now := time.monotonic()) and now < until:
             time.sleep(POLL_SECONDS)
@@ -122,7 +122,7 @@ class MlxPeakTracker:
     def __init__(self) -> None:
         self._ever = self._from = 0
         self.marks = 0
-        """Number of marks so far. If the number has changed since a caller's own mark, the peak belongs to another
+        """Number of calls of `mark`. If the number has changed since a caller's own mark, the peak belongs to another
         call."""
 
     def mark(self) -> None:
@@ -137,11 +137,11 @@ class MlxPeakTracker:
         return max(self._ever, self._read_peak())
 
     def measure_peak_above_mark(self) -> int:
-        """Return the bytes from the active memory at the last mark to the peak since then."""
+        """Return the bytes by which the peak since the last mark exceeds the active memory at that mark."""
         return self._read_peak() - self._from
 
     def measure_peak_drop(self) -> int:
-        """Return the bytes from the active memory now to the peak since the last mark."""
+        """Return the bytes by which the peak since the last mark exceeds the active memory now."""
         return self._read_peak() - mx.get_active_memory()
 
     def _read_peak(self) -> int:

@@ -1,8 +1,8 @@
 """Memory gate of the engine: check whether a forward, a model load or a growing batch fits into memory now.
 
-The arithmetic is in `wire/capacity/arithmetic.py`. The gate holds the limits from the agent, requires a live reading
+The arithmetic is in `wire/capacity/arithmetic.py`. The gate stores the limits from the agent, requires a live reading
 and counts its checks. It fails closed: before the first limits, with a cap of 0 or without a reading it refuses every
-request. With `memory.guard = "off"` (`MemoryLimits.guard`), it passes every request once limits have arrived, and does
+request. With `memory.guard = "off"` (`MemoryLimits.guard`), it passes every request after limits have arrived, and does
 not report itself as armed.
 """
 
@@ -83,7 +83,7 @@ class MemoryGate:
         self._limits: MemoryLimits | None = None
 
     def set_limits(self, limits: MemoryLimits) -> None:
-        """Replace the limits in force by newer ones from the agent."""
+        """Replace the limits in force by newer limits from the agent."""
         self._limits = limits
 
     @property

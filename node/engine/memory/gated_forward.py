@@ -1,11 +1,11 @@
 """Gate and record of every forward: check a fresh reading, then record the native call before it begins.
 
 Only `GatedForwards` asks the gate about forwards of requests, and runs them in `run_native`. A probe asks the gate
-about its own forwards (`node.engine.models.memory_probe`). Checks, forwards and steps are counted: a test can verify
-from outside that no forward ran.
+about its own forwards (`node.engine.models.memory_probe`). Checks, forwards and steps are counted. A test can therefore
+verify that no forward ran.
 
-Metal memory that is not used is unwired by macOS, and may be paged out. The first call for a model after its load or
-after a pause may therefore have to read all weights again. Its expected seconds include this time.
+macOS unwires Metal memory that is not used, and may page it out. The first call for a model after its load or after a
+pause may therefore have to read all weights again. The expected seconds of such a call include this time.
 """
 
 import sys
@@ -32,7 +32,7 @@ UNWIRE_AFTER_SECONDS = 1.0
 pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
 SETTLE_SECONDS = 0.5
-"""Maximum seconds to wait for freed memory to leave the footprint. No token is generated meanwhile."""
+"""Maximum seconds to wait for freed memory to leave the footprint. The engine generates no token during this wait."""
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second: that of an external disk. Until a load was measured, loads are
 expected to have this speed."""
@@ -93,12 +93,15 @@ class GatedForwards:
         return self._reader.read(now)
 
     def wait_until_settled(self) -> None:
-        """Wait up to `SETTLE_SECONDS` until the footprint does not contain freed memory any more."""
+        """Block for up to `SETTLE_SECONDS` until the footprint no longer contains freed memory."""
         self._reader.wait_until_settled(SETTLE_SECONDS)
 
     def check(self, site: GateSite, estimate: int) -> Refused | None:
-        """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
-        lack of memory, free memory. If that was enough, wait for the footprint to show it, and check once more."""
+        """Check `estimate` bytes against a fresh reading. Return the refusal; None if the bytes fit.
+
+        Before a refusal for lack of memory, free memory. If that was enough, wait until the footprint has fallen
+        (`wait_until_settled`), and check once more.
+        """
         answer = self._check(site, estimate)
         if answer is not None and answer.code is RefusalCode.NO_ROOM and self._free_memory(site, estimate):
             self.wait_until_settled()
@@ -108,9 +111,9 @@ class GatedForwards:
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
 
-        `sizes` must not be empty. `estimate(size)` returns bytes. For a size before the last, only MLX's free buffers
-        are released (`check_optional`), and a refused size is counted (`count_shrink`). For the last size, all memory
-        that can be freed is freed (`check`).
+        `sizes` must not be empty. `estimate(size)` returns the needed bytes. For a size before the last, only MLX's
+        free buffers are freed (`check_optional`), and a refused size is counted (`count_shrink`). For the last size,
+        all memory that can be freed is freed (`check`).
         """
         *larger, last = sizes
         for size in larger:
@@ -120,8 +123,8 @@ class GatedForwards:
         return self.check(site, estimate(last)) or last
 
     def check_optional(self, site: GateSite, estimate: int) -> bool:
-        """Return whether `estimate` bytes pass the gate, for work that can be made smaller. Only MLX's free buffers are
-        freed for such work; cached prefixes and idle models stay."""
+        """Return whether `estimate` bytes pass the gate, for work that can be made smaller. To make room, free only
+        MLX's free buffers, not cached prefixes or idle models."""
         if self._check(site, estimate) is None:
             return True
         clear_buffers()
@@ -134,8 +137,8 @@ class GatedForwards:
         return answer if isinstance(answer, Refused) else None
 
     def check_cap(self) -> Refused | None:
-        """Check the memory after a forward. Return a refusal, for the request that the caller then preempts or ends, if
-        the engine is above cap − leases; else None.
+        """Check the memory after a forward. If the engine is above cap − leases, return a refusal for the request that
+        the caller then preempts or ends; else None.
 
         Above that limit, first abort a load in progress and read the memory again. Return None with the guard off, and
         if the engine is above the limit only by freed bytes that are still in the footprint.
@@ -177,8 +180,8 @@ class GatedForwards:
     ) -> Generator[NativeCall]:
         """Run a native call as the context: record it for the case of a crash, set `call`, and measure its peak.
 
-        Yield the call. Prefills, joins and forwards for embeddings are counted as forwards, and decode steps as steps.
-        Other calls are not counted.
+        Yield the call. Prefills, joins and forwards for embeddings count as forwards, and decode steps as steps. Other
+        calls are not counted.
 
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
         weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` at once after `halt`.
@@ -208,7 +211,7 @@ class GatedForwards:
 
     @contextmanager
     def publish_wait(self, kind: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
-        """Set `call` to a native call, or to a launched one that is awaited, while the context is open. Yield the call,
+        """Set `call` while the context is open: to a native call, or to the wait for a launched call. Yield the call,
         which is not counted. `expected` is its duration in seconds with wired weights.
         """
         self.call = call = NativeCall(
@@ -220,8 +223,8 @@ class GatedForwards:
             self.call = None
 
     def _estimate_rewiring_seconds(self, model: str) -> float:
-        """Return the seconds that reading a model's weights again may take; 0 once a forward has used them since the
-        last pause."""
+        """Return the seconds that reading a model's weights again may take; 0 if a forward has used the weights since
+        the last pause."""
         if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
         return self._weights(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
@@ -235,7 +238,7 @@ class GatedForwards:
         self.sheds += 1
 
     def count_shrink(self) -> None:
-        """Count a size of a forward that the gate refused, after which a smaller one is tried."""
+        """Count a size of a forward that the gate refused, after which a smaller size is tried."""
         self.shrinks += 1
 
     def count_preemption(self) -> None:
@@ -253,7 +256,7 @@ class GatedForwards:
         self._recomputed_tokens += tokens
 
     def count_failure(self, *, by_engine: bool) -> None:
-        """Count a failed request if the failure is `by_engine`, not by the client."""
+        """Count a failed request. Do nothing unless the engine caused the failure (`by_engine`)."""
         self.failures += by_engine
 
     def get_counts(self) -> EngineCounters:

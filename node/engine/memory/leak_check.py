@@ -1,8 +1,8 @@
 """Leak detection: check that the memory of unloaded models was returned. Pure.
 
-A process does not always return freed memory. An allocator keeps a page for one live byte on it, a library keeps a
-cache, or a reference was forgotten. Only a new process helps against that. When no model is left in memory, the
-footprint is therefore compared with the footprint before the first load. Missing bytes are reported;
+A process does not always return freed memory to the system. An allocator keeps a page for one live byte on it, a
+library keeps a cache, or a reference was forgotten. Only a new process frees this memory. When no model is left in
+memory, the footprint is therefore compared with the footprint before the first load. Unreturned bytes are reported, and
 `node.engine_process.lifecycle` decides whether the agent replaces the process.
 
     unloaded ─(last model, SETTLE_SECONDS)─► compare: footprint − base ─► returned, or unreturned until the next load
@@ -17,8 +17,8 @@ SETTLE_SECONDS = 1.0
 TOLERATED_BYTES = 64 * MIB
 """Bytes not returned that are always tolerated."""
 TOLERATED_SHARE = 0.1
-"""Share of the released weights' bytes, 0 to 1, that need not be returned; `TOLERATED_BYTES` applies if it is more.
-Tokenizers and compiled kernels stay in memory."""
+"""Share of the bytes of released weights, 0 to 1, that need not be returned, because tokenizers and compiled kernels
+stay in memory. `TOLERATED_BYTES` applies if it is more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,16 +40,16 @@ class LeakCheck:
         self.next_check_at = now + SETTLE_SECONDS
 
     def on_load(self) -> None:
-        """Cancel the comparison and clear `unreturned`, because a model is loaded: new weights and leaked memory look
-        alike."""
+        """Cancel the comparison and clear `unreturned`, because a model was loaded, and new weights and leaked memory
+        look alike."""
         self.next_check_at, self.unreturned = None, 0
 
     def check(self, phys: int | None, base: int) -> int:
-        """Compare the footprint of an engine without models (`phys`) with `base`, its footprint before the first load;
-        both in bytes. End the schedule, and set `unreturned`.
+        """Compare `phys`, the footprint of an engine without models, with `base`, the footprint before the first load.
+        Set `unreturned`, and clear `next_check_at` and `weights`.
 
-        `phys` is None if unreadable. Return the bytes that were not returned; 0 if the tolerance covers them, or if
-        `phys` is unreadable.
+        Both are in bytes; `phys` is None if the footprint cannot be read. Return the bytes that were not returned to
+        the system; 0 if they are tolerated or `phys` is None.
         """
         missing = 0 if phys is None else phys - base
         self.unreturned = missing if missing > max(TOLERATED_BYTES, TOLERATED_SHARE * self.weights) else 0

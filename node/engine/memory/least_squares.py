@@ -1,7 +1,7 @@
 """Non-negative least squares for a few terms, and a fit by relative error from above. Pure.
 
-The algorithm is NNLS of Lawson and Hanson (Solving Least Squares Problems, chapter 23). Terms enter one by one, and a
-term that becomes negative leaves again. Columns are scaled to length 1, because the terms differ by many powers of ten.
+The algorithm is NNLS of Lawson and Hanson (Solving Least Squares Problems, chapter 23). Terms are added one by one, and
+a term that becomes negative is removed. Columns are scaled to length 1, because the terms differ by many powers of ten.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
 """Rounds of a fit, and factor on the weight of a sample above the fit in the next round."""
 TOLERANCE = 1e-9
-"""Smallest gradient, as a share of the length of the goal, with which a further term is tried. Also the smallest
-singular value, as a share of the largest, with which columns count as independent."""
+"""Minimum gradient, as a share of the length of the goal, at which another term is added. Also the minimum singular
+value, as a share of the largest, of columns that count as independent."""
 MAX_STEPS_PER_TERM = 10
 """Maximum iterations of `solve_non_negative` per term. Because of rounding, a term could otherwise change between free
 and zero without end."""
@@ -34,8 +34,8 @@ class FitPoint(NamedTuple):
 
 
 def load_solver() -> None:
-    """Run a small fit, before the engine reads the footprint that counts as its base: the first fit loads numpy's
-    routines into memory (4 MiB)."""
+    """Run a small fit, because the first fit loads 4 MiB of numpy's routines into memory. Must be called before the
+    engine reads its base footprint."""
     fit_from_above([FitPoint((1.0, 1.0), 1.0, 1.0), FitPoint((1.0, 2.0), 1.0, 1.0)])
 
 

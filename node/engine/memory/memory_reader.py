@@ -35,7 +35,7 @@ class MemoryReader:
         return self._footprint.read_memory(self.gate, self._reserved(), time.monotonic(), settled=True)
 
     def wait_until_settled(self, seconds: float = TRAILING_SECONDS) -> None:
-        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
+        """Block for up to `seconds` until the footprint no longer contains freed memory."""
         self._footprint.wait_until_settled(seconds)
 
     def find_peak_expiry(self, now: float) -> float | None:

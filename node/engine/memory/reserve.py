@@ -1,9 +1,9 @@
-"""Emergency reserve: memory that the engine holds only to release it first.
+"""Emergency reserve: memory that the engine allocates only to release it when memory is short.
 
-The reserve is random, because then no system can compress it. Every page is written, because then readings count it. It
-is released before caches and models when work does not fit, or when new limits or an order of the agent require it. Its
-release is immediate and certain, and costs no work. The engine takes it again after some seconds with room for twice
-its size.
+The reserve contains random bytes, which the system cannot compress. Every page is written, so that readings count it.
+The reserve is released before caches and models when work does not fit, or when new limits or an order of the agent
+require memory. The release is immediate and certain, and discards no work. The engine allocates the reserve again after
+some seconds with room for twice its size.
 
     held ─(release)─► released ─► checked while the engine is idle ─► room for 10 s ─► held
 """
@@ -24,8 +24,8 @@ MAX_RESERVE_BYTES = 256 * MIB
 RESERVE_CAP_SHARE = 0.01
 """Size of the reserve with `auto`, as a share of the cap; at most `MAX_RESERVE_BYTES`."""
 HEADROOM_BEFORE_REFILL_SECONDS = 10.0
-"""Seconds for which there must be room for twice the reserve before the reserve is taken again. Also the seconds
-between two checks without room."""
+"""Seconds for which there must be room for twice the reserve before it is allocated again. Also the seconds between two
+checks without room."""
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 
@@ -33,8 +33,8 @@ log = structlog.get_logger("engine.reserve")
 
 
 def compute_reserve_bytes(setting: str | int, cap: int) -> int:
-    """Return the bytes of the reserve under a cap (bytes), from the setting `memory.reserve`; 0: none. Raise
-    `ValueError` if the setting is no size."""
+    """Return the size of the reserve in bytes under a cap (bytes), from the setting `memory.reserve`; 0: no reserve.
+    Raise `ValueError` if the setting cannot be parsed."""
     if setting == AUTO:
         return min(MAX_RESERVE_BYTES, int(cap * RESERVE_CAP_SHARE))
     return 0 if setting == OFF else parse_size(setting)
@@ -43,7 +43,7 @@ def compute_reserve_bytes(setting: str | int, cap: int) -> int:
 class EmergencyReserve:
     """Emergency reserve of the engine (see the module's docstring).
 
-    `setting` is `memory.reserve`: `auto`, `off` or a size. `memory()` reads the memory of the engine now.
+    `setting` is `memory.reserve`: `auto`, `off` or a size. `memory()` returns a current memory reading.
     """
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:
@@ -56,18 +56,18 @@ class EmergencyReserve:
 
     @property
     def mapping(self) -> mmap.mmap | None:
-        """Mapping that holds the reserve; None without a reserve."""
+        """Memory mapping of the reserve; None while no reserve is held."""
         return self._mapping
 
     @property
     def nbytes(self) -> int:
-        """Size of the held reserve in bytes; 0 without one."""
+        """Size of the held reserve in bytes; 0 while none is held."""
         return 0 if self._mapping is None else len(self._mapping)
 
     def resize(self, cap: int) -> None:
         """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger.
 
-        Raise `ValueError` if the setting is no size.
+        Raise `ValueError` if the setting cannot be parsed.
         """
         self._size = compute_reserve_bytes(self._setting, cap)
         if self.nbytes > self._size:
@@ -86,8 +86,8 @@ class EmergencyReserve:
         return None if self._mapping is not None or not self._size else self._check_at
 
     def maintain(self, now: float) -> None:
-        """Check the memory if that is due. Take the reserve if there has been room for twice its size for
-        `HEADROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
+        """Check the memory if a check is due at the monotonic time `now`. Allocate the reserve if there has been room
+        for twice its size for `HEADROOM_BEFORE_REFILL_SECONDS`. Must be called while the engine is idle."""
         due = self.find_next_check()
         if due is None or now < due:
             return
@@ -100,7 +100,7 @@ class EmergencyReserve:
         if now - since >= HEADROOM_BEFORE_REFILL_SECONDS:
             try:
                 self._allocate()
-            except OSError as error:  # the system gives no memory: the engine works without a reserve
+            except OSError as error:  # no memory from the system: the engine works without a reserve
                 log.warning("reserve not allocated", size=show_size(self._size), error=str(error))
                 self._fits_since, self._check_at = None, now + HEADROOM_BEFORE_REFILL_SECONDS
 

@@ -1,8 +1,8 @@
 """Trailing bytes: bytes that MLX has released and that the footprint still contains, because macOS removes them later.
 
-After Metal buffers are released, `phys_footprint` stays as it was, and falls within 0.25 s to some seconds
+After Metal buffers are released, `phys_footprint` falls only after 0.25 s to some seconds
 (https://github.com/jundot/omlx/issues/1833, https://github.com/ml-explore/mlx/issues/3896). MLX's own counters fall at
-once. The difference between them shows how much is outstanding.
+once. The difference is the trailing bytes.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ TRAILING_SECONDS = 4.0
 PERIOD_SECONDS = 0.5
 """Length of a period in seconds. Of each period, only the reading with the most MLX memory is kept."""
 RETURNED_SHARE = 7 / 8
-"""Released bytes count as returned once this share of them has left the footprint, because other memory of the process
-changes meanwhile."""
+"""Share of the released bytes that must have left the footprint before all of them count as returned. It is below 1,
+because other memory of the process changes at the same time."""
 
 
 class _Reading(NamedTuple):
@@ -36,8 +36,8 @@ class TrailingFootprint:
         """Record a reading and return the trailing bytes in it.
 
         `phys` is the footprint, `counted` MLX's active memory and free buffers, and `peak` MLX's peak since its last
-        reset, in bytes. A forward takes and frees memory between two readings, which only the peak shows. `now` is the
-        monotonic time in seconds.
+        reset, all in bytes. Only the peak shows memory that a forward takes and frees between two readings. `now` is
+        the monotonic time in seconds.
         """
         self._readings = [reading for reading in self._readings if now - reading.at < TRAILING_SECONDS]
         if peak != self._peak and self._readings:

@@ -1,17 +1,17 @@
 """Estimates of the transient bytes of a forward: from the config at first, then fitted to measured forwards.
 
-The form is `wire.report.TransientModel`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the
+`wire.report.TransientModel` has the coefficients, and `wire.capacity.arithmetic` the arithmetic. This module fits the
 coefficients.
 
 - No samples: Without samples the estimate is the attention formula
-  (`node.models.memory_prediction.predict_transient`). That alone reaches 0.1 to 0.8 of the measured bytes.
+  (`node.models.memory_prediction.predict_transient`). The formula alone yields 0.1 to 0.8 of the measured bytes.
 - Few samples: With a few samples the formula is scaled up to the highest of them.
-- Many samples: With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares.
-  Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no
-  sample lies above it.
+- Many samples: With samples of several shapes, some far into a prompt, the estimate is a fit by non-negative least
+  squares. Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised
+  until no sample lies above it.
 
-The coefficients are fitted again when a sample exceeds its estimate, or when it is the first of its kind and far below.
-The number of samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.
+The coefficients are fitted again when a sample exceeds its estimate, or is the first of its kind and far below it. The
+number of samples is bounded: one for each kind of shape, and kinds that are far apart are preferred.
 
 A measured profile narrows the gate's margin. It covers only forwards up to the measured size: chunks by tokens, joins
 and decode steps by rows. A larger forward is charged with the bytes by which the margin was narrowed, until a few such
@@ -36,19 +36,19 @@ REPEAT_FACTOR = 1.08
 """Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
 6 %)."""
 NOISE_SHARE = 0.006
-"""Share of the largest sample that is added to every estimate: small chunks vary by more than `REPEAT_FACTOR`."""
+"""Share of the largest sample that is added to every estimate, because small chunks vary by more than REPEAT_FACTOR."""
 LARGE_SAMPLE_SHARE = 0.2
 """Samples of at least this share of the largest, 0 to 1, scale the whole fit. Smaller samples raise its first term."""
 REFIT_FACTOR = 1.2
 """Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64
-"""Minimum tokens of the last chunk of a prompt that shows the cost of logits. In smaller ones other costs dominate."""
+"""Minimum tokens of a prompt's last chunk that shows the cost of logits. In a smaller chunk, other costs dominate."""
 MIN_FIT_SAMPLES = 4
-"""Minimum number of samples for a fit: fewer cannot separate its terms."""
+"""Minimum number of samples for a fit, because fewer samples cannot separate its terms."""
 PRIOR_WEIGHT = 0.3
-"""Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
+"""Weight of the attention formula in a fit; a sample has the weight 1. The formula fills gaps between samples."""
 MAX_TERMS = 4
-"""Maximum number of values above 0 that a fit of prefills tries as `TransientModel.least`: the lowest bytes a token."""
+"""Maximum number of values above 0 that a fit of prefills tries as `TransientModel.least`, the minimum per token."""
 MIN_FORWARDS_COVERED = 3
 """Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
@@ -163,8 +163,8 @@ class TransientEstimator:
     def compute_uncovered_bytes(self, kind: str, size: int) -> int:
         """Return the bytes that a forward is charged with because it is larger than the profile covers.
 
-        They are the bytes by which profiles narrow the margin; 0 for a covered forward or without a profile. `size` is
-        in tokens for `CHUNKS`, else in rows.
+        The charge is the bytes by which profiles narrow the margin; 0 for a covered forward or without a profile.
+        `size` is in tokens for `CHUNKS`, else in rows.
         """
         covered = self._covered.get(kind)
         return self._narrowed() if covered is not None and size > covered.max_size else 0
@@ -184,10 +184,10 @@ class TransientEstimator:
 
     def estimate_packed(self, rows: int, tokens: int, past: int = 0) -> int:
         """Return the bytes that one forward over `rows` prompts needs besides its KV, with the charge of
-        `compute_uncovered_bytes`. Each prompt is padded to `tokens` tokens after `past` cached ones.
+        `compute_uncovered_bytes`. Each prompt is padded to `tokens` tokens after `past` cached tokens.
 
-        The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
-        forward occurs once.
+        The transient is estimated as the sum of single prefills. That is more than the actual cost, because the fixed
+        part of a forward occurs only once.
         """
         return rows * self.estimate_prefill(tokens, past) + self.compute_uncovered_bytes(CHUNKS, rows * tokens)
 
@@ -228,8 +228,8 @@ class TransientEstimator:
         `last`: the forward computed the logits of its tokens. `grew`: the caches had no room and were copied.
 
         Fit the coefficients again if the prefill took more than the estimate, or if it is the first of its kind and
-        took far less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: if it took more than the
-        estimate, it raises the coefficient `logits`.
+        took far less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is not a sample. Instead, it raises the
+        coefficient `logits` if it took more than the estimate.
         """
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
@@ -243,7 +243,7 @@ class TransientEstimator:
             self._fit_chunks()
 
     def observe_packed(self, rows: int, tokens: int, taken: int, past: int = 0) -> None:
-        """Record one forward over `rows` prompts, each padded to `tokens` tokens after `past` cached ones, that took
+        """Record one forward over `rows` prompts, each padded to `tokens` tokens after `past` cached tokens, that took
         `taken` bytes in addition to its KV.
 
         The forward becomes a sample, and the coefficients are fitted again, only if it exceeded its estimate. Below the
@@ -262,8 +262,8 @@ class TransientEstimator:
             self.residual = max(self.residual, above)
 
     def observe_join(self, rows: int, above: int) -> None:
-        """Record a join after which the batch has `rows` rows. `above` is the number of bytes by which the join
-        exceeded its estimate; negative below the estimate."""
+        """Record a join after which the batch has `rows` rows. `above` is the bytes by which the join exceeded its
+        estimate; negative if it took less."""
         self._record_excess(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
@@ -286,11 +286,11 @@ class TransientEstimator:
         return estimate_step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def set_coefficients(self, transient: TransientModel, highest: int) -> None:
-        """Replace the coefficients and the prior by the coefficients of an earlier fit, until there are enough samples
-        for another fit.
+        """Replace the coefficients and the prior by the coefficients of an earlier fit. They are used until there are
+        enough samples for another fit.
 
-        Their `logits` is raised to the value in the previous prior, if that is higher. `highest` is the highest
-        transient of the earlier forwards in bytes; a higher value of this process is kept.
+        `logits` stays at least the value in the previous prior. `highest` is the highest transient of the earlier
+        forwards in bytes; a higher value of this process is kept.
         """
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)

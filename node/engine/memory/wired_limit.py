@@ -17,8 +17,8 @@ MAX_METAL_SHARE = 0.75
 """Share of Metal's limit up to which `auto` does not wire weights. Weights of about this share ran for hours unwired
 where the same load ended in a panic when wired."""
 MIN_WEIGHT_BYTES = 32 * GIB
-"""Bytes of weights below which `auto` does not wire them. Below, no report names a slow unwired model, but reports name
-panics and freezes of wired ones."""
+"""Bytes of weights below which `auto` does not wire them. Below this size, reports name panics and freezes with wired
+models, but no slow unwired model."""
 
 
 class WireMode(StrEnum):
