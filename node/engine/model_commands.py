@@ -1,6 +1,6 @@
-"""Orders to load, unload, profile and restore models; queued loads; unloads of idle models.
+"""Execution of orders to load, unload, profile and restore models, of queued loads, and of unloads of idle models.
 
-The end of a load answers its orders and the requests that waited for the model.
+The end of a load answers the orders for it and the requests that waited for the model.
 """
 
 import time
@@ -26,7 +26,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Expected seconds of one piece of a load besides reading its weights, such as for compiling kernels."""
+"""Expected seconds of one piece of a load in addition to reading its weights, for example to compile kernels."""
 
 
 class ModelCommands:
@@ -70,8 +70,8 @@ class ModelCommands:
         """Queue the load of a model. Return an empty list; the answer follows at the end of the load
         (`take_ended_answers`).
 
-        Return the answer at once if the model is loaded already or cannot be loaded. An earlier failure of the model's
-        files does not prevent the load; a ban and a failed trial of the tokenizer do.
+        Return the answer at once if the model is already loaded or cannot be loaded. An earlier failure of the model's
+        files does not prevent the load, but a ban or a failed trial of the tokenizer does.
         """
         if order.model in self._table.loaded:
             return [Finished(order.request, (), 0, 0)]
@@ -158,11 +158,11 @@ class ModelCommands:
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
-        """Start the next queued load, or load one piece of the load in progress. Call this only if `may_load()`.
+        """Start the next queued load, or load one piece of the load in progress. May only be called if `may_load()`.
 
         Wait for the launched decode steps first. To make room, evict cached prefixes and unload idle models. A load
-        that fails or is refused ends; that raises no error here. Raise `Halted` if the engine was halted,
-        `DeviceLost` for a failed command buffer.
+        that fails or is refused ends without an exception. Raise `Halted` if the engine was halted, and `DeviceLost`
+        for a failed command buffer.
         """
         name = self._manager.next_name
         self._scheduler.synchronize()

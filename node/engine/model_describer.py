@@ -92,8 +92,8 @@ class ModelDescriber:
         """Return the description of a model for the report: with its last use (Unix seconds), and for a loaded model
         with the results of `add_measurements`.
 
-        `memory` is the reading from which the longest row and the largest batch follow. Record the last use of a loaded
-        model, which can write a file (`LastUse.record`).
+        `memory` is the reading that determines the longest row and the largest batch. The last use of a loaded model is
+        recorded, which can write a file (`LastUse.record`).
         """
         loaded_model, model = self._table.loaded.get(descriptor.name), self.describe(descriptor, now)
         if loaded_model is None:
@@ -102,6 +102,7 @@ class ModelDescriber:
         return replace(add_measurements(model, loaded_model, memory, self._rules.limits.batch), used=used)
 
     def describe_all(self, memory: Memory, now: float) -> tuple[Model, ...]:
-        """Return the descriptions of all models on disk for the report, those with a `cause` included. `memory` is the
-        reading under which their limits hold. Record the last use of loaded models (`describe_measured`)."""
+        """Return the descriptions of all models on disk for the report, including models that cannot be loaded.
+        `memory` is the reading that determines their limits. Record the last use of loaded models
+        (`describe_measured`)."""
         return tuple(self.describe_measured(found, memory, now) for found in self._catalogue.get_models().values())

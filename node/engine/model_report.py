@@ -31,7 +31,7 @@ class ModelFacts(NamedTuple):
     context: int
     """Maximum tokens of a row, prompt and answer together."""
     features: tuple[str, ...]
-    """Names of the features that its requests may use."""
+    """Names of the features that requests for the model may use."""
     pinned: bool
     """Whether the model is preloaded."""
     floor: int
@@ -42,7 +42,7 @@ class LoadFacts(NamedTuple):
     """Facts about the load of a model that is not loaded."""
 
     weights: int = 0
-    """Bytes of the weights once loaded."""
+    """Bytes of the weights after the load."""
     expected_seconds: float = 0.0
     """Expected duration of the load, in seconds."""
     waste: int = 0
@@ -133,8 +133,8 @@ def describe_loaded(
 
 
 def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
-    """Return the report `model` of a loaded model with the results of memory measurements. Its longest row and largest
-    batch follow from the reading `memory`. `batch` is the maximum number of rows that decode at once."""
+    """Return the report `model` of a loaded model with the results of memory measurements. The reading `memory`
+    determines its longest row and largest batch. `batch` is the maximum number of rows that decode at once."""
     profile, estimator = loaded_model.stats.profile, loaded_model.estimator
     return replace(
         model,
@@ -150,8 +150,8 @@ def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, 
 def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
     """Return the longest row that the measured costs of a model allow under the reading `memory`, in tokens.
 
-    `model` is the report of the model, which may still be loading. The rows that the model has now do not count.
-    `floor` is the smallest prefill chunk of the engine, in tokens.
+    `model` is the report of the model, which may still be loading. The current rows of the model do not count. `floor`
+    is the smallest prefill chunk of the engine, in tokens.
     """
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
     return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

@@ -1,8 +1,8 @@
 """Search for the longest row that passes a memory check, with fewer tokens at each attempt, and its diagnosis. Pure.
 
-The first length is computed from the fitted memory costs of the model. A memory reading also includes costs that no fit
+The first length follows from the fitted memory costs of the model. A memory reading also includes costs that no fit
 covers, such as growth of the process or other programs. The caller therefore provides a check against a reading. A
-length from the settings is not reduced: it passes or fails.
+length from the settings is tried only once, not reduced.
 """
 
 from collections.abc import Callable, Generator
@@ -41,9 +41,10 @@ class ContextSearchResult:
 def search_context(
     tokens: int, passes: Callable[[int], bool], *, search: bool
 ) -> Generator[None, None, ContextSearchResult]:
-    """Try rows of `tokens` tokens, then of 5 % fewer at each attempt, until `passes(tokens)`. Return the result.
+    """Try a row of `tokens` tokens, then of 5 % fewer at each attempt, until `passes(tokens)` is true. Return the
+    result.
 
-    There are at most four attempts, without `search` one. The generator yields after each failed attempt.
+    There are at most four attempts; without `search`, only one. The generator yields after each failed attempt.
     """
     wanted, attempts = tokens, ATTEMPTS if search else 1
     for attempt in range(1, attempts + 1):

@@ -6,9 +6,9 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from wire.frames import ModelBan
 
 READ_RETRY_SECONDS = 60.0
-"""Seconds after which a model may be loaded again whose files could not be read, or for which no memory was left."""
+"""Seconds until a model may be loaded again after its files could not be read, or memory could not be allocated."""
 _PASSING_ERRORS = ("[read]", "[malloc]", "[metal::malloc]")
-"""Beginnings of the messages of MLX for a file that cannot be read, and for memory that is not given."""
+"""Prefixes of MLX's messages for a file that cannot be read, and for memory that cannot be allocated."""
 
 
 class LoadBlocks:
@@ -32,24 +32,25 @@ class LoadBlocks:
         return broken if ends == math.inf else f"{broken}; the next try is in {math.ceil(ends - now)} s"
 
     def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
-        """Set the bans of these models, in place of earlier ones of the same models. `find_cause` returns the cause of
-        a ban until its end. `now` is the monotonic time."""
+        """Ban models from `now` (monotonic seconds) for the duration of each ban. A new ban of a model replaces its
+        earlier ban. `find_cause` returns the cause of a ban until its end."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
     def record_failure(self, descriptor: ModelDescriptor, cause: str, ends: float = math.inf) -> None:
-        """Record the error of a model's files, until they change or until `ends` (monotonic seconds)."""
+        """Record `cause`, why a model cannot be loaded. It applies until the model's files change, or until `ends`
+        (monotonic seconds)."""
         self._broken[descriptor.name] = (descriptor.fingerprint, cause, ends)
 
     def clear_failure(self, name: str) -> None:
-        """Clear the error of a broken model, so that an order to load it tries again."""
+        """Clear the recorded failure of the model named `name`, so that it can be loaded again. Bans stay."""
         self._broken.pop(name, None)
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether the cause of a failed load may pass, although the files of the model stay the same.
+    """Return whether the cause of a failed load is possibly temporary: the model may load later with unchanged files.
 
-    One cause is a file that could not be opened or read, as on a disk that was disconnected. Another is memory that the
-    system or MLX did not give.
+    One such cause is a file that could not be opened or read, for example on a disconnected disk. Another is a failed
+    allocation of memory by the system or MLX.
     """
     text = str(error)
     return isinstance(error, OSError | MemoryError) or text.startswith(_PASSING_ERRORS) or "Failed to open" in text

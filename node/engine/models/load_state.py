@@ -11,7 +11,7 @@ Rules
   yields the cost of a piece before the piece is read.
 - Weights still to load (`bytes_left`) count as reserved. They are at most `total`, which is exact from the first piece
   on.
-- `loaded` and `failed` have no event. An illegal event is an error of this program; it ends this load as failed.
+- No event is legal in `loaded` and `failed`. An illegal event is an error of this program, and ends the load as failed.
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ class ModelLoad:
         return 1.0 - self.bytes_left / max(1, self.total) if self.phase is LoadPhase.LOADING else 0.0
 
     def check(self) -> list[str]:
-        """Return one sentence for each violated invariant; an empty list if all hold."""
+        """Return one sentence for each violated invariant; an empty list if there is none."""
         loading = self.phase is LoadPhase.LOADING
         checks = [
             (not 0 <= self.bytes_left <= max(0, self.total), f"{self.bytes_left} of {self.total} bytes are left"),
@@ -140,7 +140,7 @@ TABLE: dict[type[LoadEvent], dict[LoadPhase, LoadPhase]] = {
 
 
 def step(load: ModelLoad, event: LoadEvent) -> ModelLoad:
-    """Return a load after an event. Raise `IllegalEventError` if the event is illegal in its phase."""
+    """Return the state of `load` after an event. Raise `IllegalEventError` if the event is illegal in its phase."""
     phase = TABLE[type(event)].get(load.phase)
     if phase is None:
         raise IllegalEventError(f"the event {type(event).__name__} is illegal for a load in the phase {load.phase}")

@@ -31,8 +31,8 @@ log = structlog.get_logger("engine.load_times")
 
 
 class MeasuredLoad(msgspec.Struct):
-    """Running means of the parts of loads on this machine, 0 before the first measurement; and the last duration by
-    model."""
+    """Running means of the parts of loads on this machine, and the last duration by model. A mean is 0 before its first
+    measurement."""
 
     speed: float = 0.0
     """Mean speed of reading weights, in bytes per second."""
@@ -44,8 +44,8 @@ class MeasuredLoad(msgspec.Struct):
     """Seconds of the last load of a model without its profile, by fingerprint, the newest last."""
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds. Loads of less than
-        `MIN_BYTES` do not change `speed`; a `probe` of 0 was not measured."""
+        """Record the parts of a load of `weights` bytes, in seconds: reading, warm-up and measuring the profile. Loads
+        of less than `MIN_BYTES` do not change `speed`; a `probe` of 0 was not measured."""
         if weights >= MIN_BYTES:
             self.speed = update_mean(self.speed, weights / max(read, 1e-3))
         self.warm = update_mean(self.warm, min(warm, MAX_SECONDS))
@@ -66,14 +66,14 @@ class LoadTimes:
 
     @property
     def measured(self) -> MeasuredLoad:
-        """Measured parts of all loads up to now, those of earlier processes included."""
+        """Measured parts of all loads so far, including loads of earlier processes."""
         return self._measured
 
     def estimate_seconds(self, fingerprint: str, weights: int, probe: float) -> float:
-        """Return the expected duration of a model load in seconds. `weights` is in bytes.
+        """Return the expected duration in seconds of a load of the model with this fingerprint. `weights` is in bytes.
 
-        `probe` is the assumed seconds of the first memory profile, used until a profile was timed; 0 if the model has a
-        profile already.
+        `probe` is the assumed seconds of measuring the model's memory profile, used until such a measurement was timed;
+        0 if the model already has a profile.
         """
         measured = self._measured
         seconds = measured.models.get(fingerprint)
@@ -84,10 +84,10 @@ class LoadTimes:
         return seconds + ((measured.probe or probe) if probe else 0.0)
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load in seconds, and store the new means: `read` for the weights, `warm` for the
-        warm-up, `probe` for the profile.
+        """Record the seconds of the parts of a load, and write the new means to the file: `read` for the weights,
+        `warm` for the warm-up, `probe` for measuring the profile.
 
-        `weights` is in bytes. `probe` is 0 if the profile was stored already. A write error is logged.
+        `weights` is in bytes. `probe` is 0 if the model already had a profile. A write error is logged.
         """
         self._measured.record(fingerprint, weights, read, warm, probe)
         self._write()
@@ -105,7 +105,7 @@ class LoadTimes:
 
 
 def _read_measured(file: Path | None) -> MeasuredLoad:
-    """Read the stored values. Return empty ones if the file is missing or unreadable, or has impossible numbers."""
+    """Read the stored values. Return empty values if the file is missing or unreadable, or has impossible numbers."""
     if file is None:
         return MeasuredLoad()
     try:

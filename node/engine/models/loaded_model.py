@@ -1,4 +1,4 @@
-"""Loaded model: its weights, commitments, estimates and statistics; and the loader.
+"""Loaded model with its weights, commitments, estimates and statistics, and the loader of models.
 
 `load` is a generator, because the engine decodes between the pieces of a load. Each `next` evaluates about
 `BYTES_BETWEEN_STEPS` bytes of weights. mlx-lm builds a model with lazy arrays, which are read only on evaluation. The
@@ -46,8 +46,8 @@ from wire.report import KvParameters
 from wire.units import MIB
 
 BYTES_BETWEEN_STEPS = 256 * MIB
-"""Bytes of weights after which a load yields, so that rows can decode: about 0.1 s from an internal SSD. An array is
-never split: a piece may be larger."""
+"""Bytes of weights after which a load yields, so that rows can decode: about 0.1 s from an internal SSD. A piece may be
+larger, because an array is never split."""
 WARMUP_TOKENS = 32
 """Tokens of the prompt of a warm-up, or of the text for an encoder."""
 TOGETHER_TOKENS = (11, 4)
@@ -65,7 +65,7 @@ UNCONVERTED = 1.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """Model in memory. Its fields never change; the objects of its commitments, estimates, statistics and users do."""
+    """Model in memory. The fields never change, but the objects in `ledger`, `estimator`, `stats` and `usage` do."""
 
     descriptor: ModelDescriptor
     """Descriptor of the model."""
@@ -112,7 +112,7 @@ class LoadedModel:
 
 
 def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
-    """Run and evaluate one prefill forward over the token ids `ids`, which writes into `cache`. With `last`, return the
+    """Run and evaluate one prefill forward over the token ids `ids`, which extends `cache`. With `last`, return the
     logits (1, vocabulary) after the last token; else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
     last_logits = logits[:, -1, :] if last else None
@@ -127,10 +127,10 @@ def load(
     """Load a model piece by piece. Yield the memory that each step needs before the step runs (`LoadStep`), and finally
     the model.
 
-    Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
-    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`, and `OSError` or `RuntimeError` of a failed
-    read. Raise `UncountableCacheError` for caches whose memory is unknown. Closing the generator releases the loaded
-    pieces.
+    Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions for a faulty
+    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`, and `OSError` or `RuntimeError` for a failed
+    read. Raise `UncountableCacheError` for caches whose memory is unknown. To abort the load and release the loaded
+    pieces, close the generator.
     """
     folder = Path(descriptor.folder)
     layout = descriptor.layout
@@ -296,9 +296,10 @@ _batched = dict[type, bool]()
 
 
 def can_batch(model: TextModel) -> bool:
-    """Return whether two rows of different lengths can decode together. Each class of models is tried once.
+    """Return whether rows of different lengths can decode together. The first call for a class of models decodes two
+    rows.
 
-    They cannot if the model raises `ValueError` or `TypeError`, as gpt_bigcode does in mlx-lm 0.32.2.
+    Return False if the model raises `ValueError` or `TypeError`, as gpt_bigcode does in mlx-lm 0.32.2.
     """
     kind = type(model)
     if kind not in _batched:

@@ -1,8 +1,8 @@
 """Memory probe: measured forwards of one model, from small to large, each through the gate.
 
 The forwards run over real text, in three series: separate rows, one long row, decode steps. A refusal of the gate ends
-a series, not the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be
-caught. Each measured forward is a sample of the estimator, as forwards of requests are.
+a series, not the probe. No forward runs without the gate, because an out-of-memory error of Metal ends the process and
+cannot be caught. Each measured forward is a sample of the estimator, as forwards of requests are.
 """
 
 import time
@@ -20,7 +20,7 @@ from node.memory.sensor import Sensor
 from wire.capacity.batches import compute_row_bytes
 
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards of a probe, each of a separate row and at most the engine's chunk."""
+"""Tokens of the first forwards of a probe, each over a separate row. Each is at most the engine's chunk."""
 WALK_TOKENS = (512, 64, 256, 32, 128)
 """Tokens of the forwards over the long row of a probe, repeated in this order, each at most the engine's chunk."""
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
@@ -31,7 +31,7 @@ MORE_ROWS = (16, 32, 64, 128, 256)
 """Rows of the additional decode steps of a sweep, up to the engine's batch."""
 DECODE_TOKENS = 512
 """Tokens of each row in the second series of decode steps, at most the engine's chunk. The rows of the first series
-have 64 tokens, or as many as the chunk if that is smaller. With its steps, no row exceeds the context of the model."""
+have 64 tokens, at most the chunk as well. A row with its decoded tokens never exceeds the context of the model."""
 STEPS_PER_SIZE = 3
 """Decode steps that are measured for each number of rows."""
 
@@ -42,14 +42,14 @@ CheckGate = Callable[[int], bool]
 @dataclass(slots=True, eq=False)
 class ForwardPeak:
     """Meter of the peak memory of a forward, in bytes. The peak is the kernel's high-water mark of the footprint, or
-    MLX's peak where the kernel has no such mark."""
+    MLX's peak if the kernel has no such mark."""
 
     peak_tracker: MlxPeakTracker
     """Peak of MLX's active memory."""
     sensor: Sensor
     """Footprint of this process and its high-water mark."""
     settle: Callable[[], None]
-    """Function that waits until freed memory has left the footprint, which would hide a part of the next peak."""
+    """Function that waits until freed memory has left the footprint, because it would hide a part of the next peak."""
     _phys: int | None = None
 
     def mark(self) -> None:
@@ -59,8 +59,8 @@ class ForwardPeak:
         self._phys = self.sensor.read_footprint().phys if self.sensor.begin_interval() else None
 
     def measure_charged_bytes(self) -> int:
-        """Return the bytes from the footprint at the mark to its peak since then. Without a peak of the kernel, measure
-        MLX's active memory."""
+        """Return the bytes by which the peak since `mark` exceeds the footprint at that time. If the kernel has no
+        peak, return the same difference of MLX's active memory."""
         highest = self.sensor.read_high_water_marks().interval
         return (
             self.peak_tracker.measure_peak_above_mark()
@@ -82,7 +82,7 @@ class ForwardMeasurement:
     kv_bytes: int
     """Bytes of KV that the forward wrote."""
     charged: int
-    """Bytes from the memory before the forward to its peak, with the KV that it wrote
+    """Bytes by which the peak of the forward exceeds the memory before it, including the KV that it wrote
     (`ForwardPeak.measure_charged_bytes`)."""
 
 
@@ -97,21 +97,20 @@ class StepMeasurement:
     grew: bool
     """Whether the caches grew."""
     charged: int
-    """Bytes from the memory before the step to its peak (`ForwardPeak.measure_charged_bytes`), without the bytes by
-    which the caches grew."""
+    """Bytes by which the peak of the step exceeds the memory before it (`ForwardPeak.measure_charged_bytes`), without
+    the bytes by which the caches grew."""
 
 
 @dataclass(slots=True, eq=False)
 class MemoryProbe:
-    """Measurement of one model's memory: a short probe at its load, or a sweep on order (see the module's
-    docstring)."""
+    """Measurement of one model's memory, at its load or as a sweep on order (see the module's docstring)."""
 
     loaded_model: LoadedModel
     """Model to measure."""
     ids: Sequence[int]
-    """Text in the model's own tokens, repeated as often as necessary."""
+    """Token ids of a text, repeated as often as necessary."""
     check: CheckGate
-    """`check(bytes)` returns whether the gate admits a forward that takes that many bytes."""
+    """`check(need)` returns whether the gate passes a forward that needs `need` bytes."""
     peak_meter: ForwardPeak
     """Meter of peaks."""
     chunk: int
@@ -121,8 +120,8 @@ class MemoryProbe:
     reach: int
     """Maximum tokens of the long row."""
     seconds: float
-    """Maximum seconds of `run`, and once more of `repeat_largest`. A forward starts only if its expected end is
-    earlier."""
+    """Maximum seconds of `run`, and again of `repeat_largest`. A forward starts only if it is expected to end within
+    them."""
     full: bool = False
     """Whether this is a sweep, with larger forwards and more rows."""
     chunks: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
@@ -130,19 +129,19 @@ class MemoryProbe:
     steps: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
     """Measured decode steps."""
     join_excesses: list[int] = field(default_factory=list[int])
-    """Bytes by which each join exceeded its KV and its estimate; negative below them."""
+    """Bytes by which each join exceeded the sum of its KV and its estimate; negative if it took less."""
     rows: int = 0
     """Largest number of rows that decoded together."""
     row_bytes: int = 0
     """Approximate KV bytes of the long row now; 0 without one."""
     refused_bytes: int = 0
-    """Bytes of the first forward that the gate refused, with its row; 0 if it refused none."""
+    """Bytes of the first forward that the gate refused, including its row; 0 if the gate refused none."""
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
         """Measure until `seconds` have passed or all series have ended, each after its last size or at a refusal of the
-        gate. Yield after each forward or batch of decode steps. At any end, fit the estimator to all samples and
-        release the memory."""
+        gate. Yield after each forward or batch of decode steps. At the end, even after an exception, fit the estimator
+        to all samples and release the memory."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._measure_all()
@@ -162,8 +161,8 @@ class MemoryProbe:
         return min(self.seconds, max(chunk, steps))
 
     def repeat_largest(self) -> bool:
-        """Run and record a forward of as many tokens as the largest measured one, over an empty cache. Return whether
-        there was room for it, and time within `seconds`; False if nothing was measured."""
+        """Measure a forward of as many tokens as the largest measured forward once more, over an empty cache. Return
+        whether it ran: False if nothing was measured, or if room or time (`seconds`) did not suffice."""
         if not self.chunks:
             return False
         largest = max(self.chunks, key=lambda chunk: chunk.tokens).tokens
@@ -232,7 +231,7 @@ class MemoryProbe:
         return passes
 
     def _measure_decode(self) -> Iterator[None]:
-        """Decode a few steps in batches of more and more rows, or of one row if rows decode alone."""
+        """Decode a few steps in batches of increasing size, or of one row if rows decode alone."""
         most_rows = 1 if self.loaded_model.ledger.alone else self.batch
         longest = max(1, self.loaded_model.descriptor.context - STEPS_PER_SIZE - 1)
         for tokens in self._bound_sizes((min(64, longest), min(DECODE_TOKENS, longest))):
@@ -283,8 +282,8 @@ class MemoryProbe:
         return True
 
     def compute_residual(self) -> int:
-        """Return the largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its
-        estimate; 0 if none did."""
+        """Return the residual: the most bytes by which a chunk, join or decode step exceeded the sum of its KV and its
+        estimate. Return 0 if none did."""
         estimator = self.loaded_model.estimator
         chunks = (
             chunk.charged - chunk.kv_bytes - estimator.estimate_prefill(chunk.tokens, chunk.past, grows=chunk.grew)
@@ -296,7 +295,7 @@ class MemoryProbe:
         return max(*self.join_excesses, *chunks, *steps, 0, 0)
 
     def build_profile(self, key: MemoryProfileKey) -> MemoryProfile:
-        """Return the profile that follows from the measurements, for storage under `key`."""
+        """Return a profile of the measurements, for storage under `key`."""
         loaded_model = self.loaded_model
         return MemoryProfile(
             key,

@@ -21,7 +21,7 @@ class ModelDescriptor:
     """Hash of the files that change prompts or answers, and of the headers and samples of the weights
     (`node.models.catalogue`)."""
     weights: int = 0
-    """Bytes of the tensors once loaded, estimated from the files."""
+    """Bytes of the tensors in memory, estimated from the files."""
     context: int = 0
     """Maximum tokens of a row, prompt and answer together."""
     kv: KvParameters = field(default_factory=lambda: KvParameters(0))
@@ -39,7 +39,7 @@ class ModelDescriptor:
     written: float = 0.0
     """Unix time in seconds of the newest change of the files, such as their download; 0 if unknown."""
     stored: int = 0
-    """Bytes of the tensors on disk; an fp8 checkpoint may grow when loaded."""
+    """Bytes of the tensors on disk. An fp8 checkpoint may take more bytes in memory."""
     kind: ModelKind = ModelKind.CHAT
     """Kind of requests that the model serves."""
     layout: EmbeddingLayout | None = None

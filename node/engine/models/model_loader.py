@@ -1,4 +1,4 @@
-"""Loader of a model with its memory profile, piece by piece, and the seconds of each part."""
+"""Loader of a model and its memory profile, piece by piece, which records the seconds of each part."""
 
 import time
 from collections.abc import Generator
@@ -35,8 +35,8 @@ class ModelLoader:
         """Load a model, set its profile and record the seconds of each part.
 
         Yield the cost of each step before that step runs, and finally the model. Raise `FilesChangedError` if its files
-        changed meanwhile. Exceptions of `loaded_model.load` propagate, and `DeviceLost`. Any other failure of the
-        profile is logged. Close the generator after a load that is given up.
+        changed during the load. Exceptions of `loaded_model.load` propagate, as does `DeviceLost`. Any other failure
+        of the profile is logged. To abort the load, close the generator.
         """
         begun = read = time.monotonic()
         try:

@@ -2,8 +2,8 @@
 
 A load is judged without the margin (`wire.capacity.arithmetic.judge_load`): if memory is short, requests are refused
 rather than the model. If there is no room, cached prefixes and idle models are released first (`model_unloader`). The
-gate checks all of the weights before the start, and each piece on a fresh reading; weights still to load count as
-reserved. The engine calls `tick` while `busy`, and decodes between the ticks.
+gate checks all weights before the start, and each piece on a fresh reading; weights still to load count as reserved.
+The engine calls `tick` while `busy`, and decodes between the ticks.
 
 If memory is short, a load is aborted before a running request ends. The reasons: the gate refuses its next piece, a
 running request needs room, or the engine is over its cap. A lease aborts a load for whose model no request waits. An
@@ -60,7 +60,7 @@ log = structlog.get_logger("engine.loading")
 
 
 class FilesChangedError(Exception):
-    """Error of a load during which the files of the model changed."""
+    """Error: the files of a model changed during its load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LoadSucceeded:
     """Outcome of a load: the loaded model."""
 
     loaded_model: LoadedModel
-    """The model that is now in memory."""
+    """Model in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,8 @@ Outcome = LoadSucceeded | LoadFailed
 class ModelManager:
     """Manager of the loads of an engine (see the module's docstring).
 
-    `memory` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
-    be reset. `pieces(descriptor)` loads a model piece by piece (`ModelLoader.load_pieces`).
+    `on_released()` is called after memory was freed, because the recent peak must then be reset. `pieces(descriptor)`
+    loads a model piece by piece (`ModelLoader.load_pieces`).
     """
 
     def __init__(
@@ -144,8 +144,7 @@ class ModelManager:
         return self._queue[0].name if self._queue else ""
 
     def get_size(self, descriptor: ModelDescriptor) -> int:
-        """Return the bytes of a model's weights once loaded: measured in an earlier load, or estimated from its
-        files."""
+        """Return the bytes of a model's weights in memory: measured in an earlier load, or estimated from its files."""
         return self._sizes.get(descriptor.fingerprint, descriptor.weights)
 
     def is_loading(self, name: str) -> bool:
@@ -158,7 +157,7 @@ class ModelManager:
         return load.progress if load is not None and load.name == name else 0.0
 
     def check(self) -> list[str]:
-        """Return one sentence for each violated invariant of the loads; an empty list if all hold."""
+        """Return one sentence for each violated invariant of the loads; an empty list if there is none."""
         loads = [*self._queue, *([] if self._table.load is None else [self._table.load])]
         names = [load.name for load in loads]
         found = [text for load in loads for text in load.check()]
@@ -181,8 +180,8 @@ class ModelManager:
 
     def tick(self, now: float) -> None:
         """Start the next queued load, or check the gate and load the next piece of the load in progress. To make room,
-        evict cached prefixes and unload idle models. `take_ended` returns the outcome of a load that ended. Call this
-        only while `busy`. `now` is the monotonic time."""
+        evict cached prefixes and unload idle models. `take_ended` returns the outcome of a load that ended. May only be
+        called while `busy`. `now` is the monotonic time. Raise `DeviceLost` if a command buffer of the GPU failed."""
         load, pieces = self._table.load, self._pieces
         if load is None or pieces is None:
             self._begin_load(self._queue.popleft(), now)
@@ -204,11 +203,11 @@ class ModelManager:
             else:
                 self._finish(load, piece)
             return
-        self._end_early(load, event, refused)  # here no traceback holds the pieces any more
+        self._end_early(load, event, refused)  # outside of the handler, whose traceback would keep the pieces in memory
 
     def _apply(self, load: ModelLoad, event: LoadEvent) -> ModelLoad | None:
         """Change the load in progress by an event, and return it. An illegal event, which is an error of this program,
-        ends this load as failed: then return None."""
+        ends this load as failed, and None is returned."""
         try:
             after = step(load, event)
         except IllegalEventError as error:
@@ -226,7 +225,7 @@ class ModelManager:
         return after
 
     def _end_current(self) -> None:
-        """Forget the load in progress and release its pieces."""
+        """Clear the load in progress and release its pieces."""
         pieces, self._pieces = self._pieces, None
         self._table.set_load(None)
         if pieces is not None:
@@ -270,7 +269,7 @@ class ModelManager:
         return answer if isinstance(answer, Refused) else None
 
     def _advance(self, load: ModelLoad, due: LoadStep) -> None:
-        """Record the cost of the next piece. Over the cap the load is aborted at once."""
+        """Record the cost of the next piece. Abort the load at once if the engine is over its cap."""
         after = self._apply(load, PieceDue(due))
         if after is not None and due.bytes_left:
             self._sizes[load.descriptor.fingerprint] = after.total
@@ -329,9 +328,9 @@ class ModelManager:
         """Free memory until `need` bytes fit, and return whether they fit. If all reusable memory together would not
         suffice, free only MLX's buffers.
 
-        The order: MLX's buffers, spare memory, the prefix cache, idle models, and with `over_load` the model load in
-        progress, whose requests are refused. For a model load, which is judged without the margin, the caller subtracts
-        the margin from `need`.
+        The order is: MLX's free buffers, spare memory, the prefix cache, idle models, and with `over_load` the model
+        load in progress, whose requests are refused. For a model load, which is judged without the margin, the caller
+        subtracts the margin from `need`.
         """
         load = self._table.load if over_load else None
         if not self._unloader.can_free(need, 0 if load is None else load.total):
@@ -347,13 +346,12 @@ class ModelManager:
         return fits(self._memory.read_settled(), need)
 
     def free_for_forward(self, site: GateSite, need: int) -> bool:
-        """Free memory for a forward; return whether `need` bytes fit. At the sites `RUNNING_SITES`, a load in progress
-        is aborted if the rest does not suffice. If all of that would not suffice, free only MLX's buffers
-        (`free_memory`)."""
+        """Free memory for a forward, and return whether `need` bytes fit. At the sites `RUNNING_SITES`, also abort a
+        load in progress if necessary. If all of this would not suffice, free only MLX's buffers (`free_memory`)."""
         return self.free_memory(need, over_load=site in RUNNING_SITES)
 
     def close(self) -> None:
-        """Forget all loads and unload all models, because the process ends."""
+        """Discard all loads without an outcome and unload all models, because the process ends."""
         self._queue.clear()
         self._end_current()
         self._unloader.close()
@@ -374,8 +372,8 @@ def _refuse_unloadable(descriptor: ModelDescriptor, cause: str) -> Refused:
 
 
 def _free_for_load(unloader: ModelUnloader, memory: MemoryReader, need: int) -> bool:
-    """Free memory until `need` bytes fit without the margin, and wait for the footprint to show it. Return whether they
-    fit then."""
+    """Free memory until `need` bytes fit without the margin, and wait until the footprint has fallen. Return whether
+    they fit."""
     done = unloader.free_memory(need - memory.read_now().margin)
     if done:
         memory.wait_until_settled()

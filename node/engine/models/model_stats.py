@@ -1,4 +1,4 @@
-"""Statistics and users of a loaded model: speeds of its forwards, its memory profile, and its holds."""
+"""Statistics and users of a loaded model: speeds of its forwards, its memory profile, and the holds of its users."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,8 +25,8 @@ class ModelStats:
     """Speed of a row that decodes alone, in tokens per second, computed from steps of any number of rows
     (`record_step`)."""
     step_seconds: float = 0.0
-    """Running mean of the seconds of a decode step, of all rows of a batch together. Of an encoder: seconds of a
-    forward in its warm-up."""
+    """Running mean of the seconds of a decode step over all rows of a batch. For an encoder: seconds of a forward in
+    its warm-up."""
     pace: ChunkPace = field(default_factory=ChunkPace)
     """Pace of prefill chunks, from which their durations follow."""
     load_seconds: float = 0.0
@@ -34,22 +34,22 @@ class ModelStats:
     bytes_per_token: float = 0.0
     """Running mean of text bytes per prompt token; 0.0: not measured."""
     profile: "MemoryProfile | None" = None
-    """Memory profile, stored or measured; None: none yet."""
+    """Memory profile, stored or measured; None before that."""
 
     def estimate_prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds that a prefill forward of `tokens` tokens may take, at the mean speed of earlier ones."""
+        """Return the expected seconds of a prefill forward of `tokens` tokens, from the speed of earlier prefills."""
         return tokens / (self.prefill_speed.late or FIRST_PREFILL_TOKENS_PER_SECOND)
 
     def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
-        """Record a prefill forward of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on
-        average."""
+        """Record a prefill forward of `tokens` tokens that took `seconds`. `back` is the mean number of earlier tokens
+        to which each token attended."""
         self.prefill_speed.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
     def record_step(self, seconds: float, rows: int) -> None:
         """Record a decode step of `rows` rows that took `seconds`, and derive the speed of a single row.
 
-        Both are running means, because the load of the machine varies from step to step.
+        Both values are running means, because the load of the machine varies from step to step.
         """
         self.step_seconds = update_mean(self.step_seconds, seconds)
         self.decode_speed.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
@@ -93,7 +93,7 @@ class ModelUsage:
         return len(self._holds)
 
     def hold(self) -> "ModelHold":
-        """Add a user, and return its hold, which must be released at its end."""
+        """Add a user, and return its hold, which must be released at the end of the use."""
         hold = ModelHold(self._holds)
         self._holds.add(hold)
         return hold
@@ -109,7 +109,7 @@ class ModelUsage:
 
 class ModelHold:
     """Hold of one user on a loaded model, which keeps the model in memory (`ModelUsage.hold`). A second `release` does
-    nothing. Used as a context manager, the hold is released at the end of the block."""
+    nothing. As a context manager, a hold releases itself at the end of the block."""
 
     __slots__ = ("_holds",)
 

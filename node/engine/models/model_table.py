@@ -1,4 +1,4 @@
-"""Table of the models in memory: the loaded ones by name, and the load in progress, with their known and reserved
+"""Table of the models in memory: the loaded models by name, and the load in progress, with their known and reserved
 bytes."""
 
 from collections.abc import Iterable, Mapping
@@ -43,21 +43,21 @@ class ModelTable:
         return sum(loaded_model.weights for loaded_model in self._loaded.values())
 
     def get_weights(self, name: str) -> int:
-        """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
+        """Return the bytes of a model's weights that are in memory, even during its load; 0 if there are none."""
         loaded_model = self._loaded.get(name)
         if loaded_model is not None:
             return loaded_model.weights
         return self._load.loaded_bytes if self._load is not None and self._load.name == name else 0
 
     def compute_known_bytes(self) -> int:
-        """Return the known bytes in memory: weights as far as they are loaded, and the stored bytes of all rows."""
+        """Return the known bytes in memory: the loaded bytes of weights, and the stored KV bytes of all rows."""
         rows = sum(
             loaded_model.weights + loaded_model.ledger.compute_stored_bytes() for loaded_model in self._loaded.values()
         )
         return rows + (0 if self._load is None else self._load.loaded_bytes)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes of all rows that are not stored yet, and the bytes of the weights still to
+        """Return the sum of the committed bytes of all rows that are not stored yet, and of the weights still to
         load."""
         reserved = sum(loaded_model.ledger.compute_reserved_bytes() for loaded_model in self._loaded.values())
         return reserved + (0 if self._load is None else self._load.bytes_left)
@@ -78,7 +78,7 @@ def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> 
     number of bytes by which a forward exceeded its estimate.
 
     `floor` is the smallest prefill chunk in tokens. Return None without models, or if a model has no profile that
-    covers a chunk of `floor` tokens. Of a model with a shorter context, the chunk is the whole context.
+    covers a chunk of `floor` tokens. If the context of a model is shorter, its profile must cover the whole context.
     """
     models = list(loaded_models)
     profiles = [(loaded_model.stats.profile, loaded_model.descriptor.context) for loaded_model in models]

@@ -1,9 +1,9 @@
 """Unloading of models, and the order in which reusable memory is freed.
 
-The order: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. Models in
+The order is: MLX's free buffers, spare memory, the prefix cache, then idle models, least recently used first. Models in
 use and preloaded models are not unloaded to free memory. Any other model is also unloaded after `max_idle_seconds`
 without use (0: never). A model whose files were replaced on disk is unloaded as soon as it is idle, even if it is
-preloaded. Until then it answers under its old fingerprint.
+preloaded. Until then it serves requests under its old fingerprint.
 """
 
 import time
@@ -42,7 +42,7 @@ class ReclaimableMemory(Protocol):
 class ModelUnloader:
     """Unloader of models, which also frees memory that a request could reuse (see the module's docstring).
 
-    `memory()` reads the memory now, without bytes that are freed and still in the footprint. `on_released()` is called
+    `memory()` returns a reading without bytes that are freed but still in the footprint. `on_released()` is called
     after memory was freed, because the recent peak must then be reset. `pinned` are the preloaded models. `spares` is
     spare memory in the order of its release. An unused model is unloaded after `max_idle_seconds`; 0: never.
     """
@@ -97,7 +97,7 @@ class ModelUnloader:
             self.unload(name)
 
     def list_idle(self) -> list[str]:
-        """Return the names of models without users that are not preloaded, least recently used first."""
+        """Return the names of the loaded models without users that are not preloaded, least recently used first."""
         loaded = self._table.loaded
         idle = [
             name for name, loaded_model in loaded.items() if not loaded_model.usage.users and name not in self.pinned
@@ -106,7 +106,7 @@ class ModelUnloader:
 
     def find_next_idle_unload(self) -> float | None:
         """Return the monotonic time of the next unload of an idle model; 0.0 (at once) if an idle model was replaced on
-        disk. Return None if no replaced model is idle, and `list_idle` is empty or `max_idle_seconds` is 0."""
+        disk. Return None if no unload is due without further use of a model."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []
@@ -144,8 +144,8 @@ class ModelUnloader:
     # memory
 
     def can_free(self, need: int, further: int = 0) -> bool:
-        """Free MLX's free buffers. Return whether `need` bytes fit now, or would fit after spare memory, the prefix
-        cache and idle models were freed. `further` is the number of bytes that the caller could free in addition."""
+        """Free MLX's free buffers. Return whether `need` bytes then fit, or would fit if spare memory, the prefix cache
+        and idle models were freed. `further` is the number of bytes that the caller could free in addition."""
         clear_buffers()
         return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
@@ -172,7 +172,7 @@ class ModelUnloader:
         return fits(self._memory(), need)
 
     def reclaim_memory(self, enough: Callable[[], bool]) -> None:
-        """Free memory until `enough()`: MLX's free buffers, spare memory, the prefix cache, then idle models.
+        """Free memory until `enough()` is true: MLX's free buffers, spare memory, the prefix cache, then idle models.
 
         Keep the only loaded model if nothing but the margin is missing, because the next request would load it again.
         """
@@ -186,7 +186,7 @@ class ModelUnloader:
             self._evict(name)
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
-        """Release spare memory, in the order of `spares`, until `enough()` returns True. Return the last `enough()`."""
+        """Release spare memory, in the order of `spares`, until `enough()` is true. Return whether it is."""
         for spare in self._spares:
             if spare.nbytes and not enough():
                 spare.release()

@@ -16,21 +16,22 @@ class ModelWiring:
         self._loading_bytes = 0
 
     def rewire(self) -> None:
-        """Set the wired limit for the weights in memory, those of a load included, unless they are as before.
+        """Set the wired limit for the weights in memory, including those of a load. Do nothing if their size has not
+        changed.
 
         With Metal, free MLX's free buffers first. A limit that MLX refuses is logged (`WiredLimit.apply`).
         """
         self.limit.apply(self._loading_bytes + self._table.sum_weights())
 
     def wire_loading_model(self, weights: int) -> None:
-        """Add `weights` bytes of the load in progress to the wired limit. Call this once all of its weights are in
+        """Add `weights` bytes of the load in progress to the wired limit. Must be called when all its weights are in
         memory, before its first forward."""
         self._loading_bytes = weights
         self.rewire()
 
     def end_loading(self) -> None:
-        """Stop counting the weights of the load that ends: the model is loaded or released. The limit is set by the
-        next `rewire`."""
+        """Stop counting the weights of a load that has ended: the model is loaded or released. The wired limit changes
+        at the next `rewire`."""
         self._loading_bytes = 0
 
     def on_released(self) -> None:

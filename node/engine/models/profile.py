@@ -18,11 +18,11 @@ from wire.report import Hardware, KvParameters, TransientModel
 log = structlog.get_logger("engine.profile")
 
 METHOD_VERSION = 2
-"""Version of the measurement: since 2 the residual includes joins and decode steps."""
+"""Version of the measurement. Since version 2, the residual includes joins and decode steps."""
 
 
 class MemoryProfileKey(msgspec.Struct, frozen=True):
-    """Key of a profile. Another model, machine or library version needs other bytes, and a profile of its own."""
+    """Key of a profile. Each model, machine and library version has its own profile, because its memory differs."""
 
     fingerprint: str
     """Fingerprint of the model."""
@@ -57,7 +57,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     kv: KvParameters
     """Parameters of the KV memory of a row."""
     residual: int
-    """Largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its estimate."""
+    """Largest number of bytes by which a chunk, a join or a decode step exceeded the sum of its KV and its estimate."""
     highest: int
     """Highest measured transient bytes of a prefill or decode step (`TransientEstimator.highest`)."""
     chunk: int
@@ -69,18 +69,18 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     seconds: float
     """Duration of the measurement, in seconds."""
     share: float = 1.0
-    """Tokens of the row that passed the check against a memory reading, as a share of the longest row, which was tried
-    first, 0 to 1. With `failed`, the share of the last attempt, which did not pass. Without a check: 1."""
+    """Tokens of the longest row that passed a check against a memory reading, as a share of the tokens tried first, 0
+    to 1. With `failed`, the share of the last attempt, which did not pass. Without a check: 1."""
     failed: str = ""
     """Diagnosis if no attempted row length passed the check against a memory reading; empty if one passed, or without a
     check. The diagnosis is stored because later loads of the same process repeat it without another measurement."""
     refused_bytes: int = 0
-    """Bytes of the first forward that the gate refused to the probe at a load, with its row; 0 without one. Loads
-    measure again if twice these bytes pass then. A sweep measures as far as the gate allows, and has 0."""
+    """Bytes of the first forward that the gate refused to the probe of a load, including its row; 0 if it refused none.
+    A later load measures again if the gate then passes twice these bytes. A sweep always has 0."""
 
 
 def build_key(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
-    """Return the key of a model on this machine with the installed versions."""
+    """Return the key of the model with this fingerprint on a machine, with the installed versions of the libraries."""
     device = "metal" if mx.metal.is_available() else "cpu"
     return MemoryProfileKey(
         fingerprint,
@@ -101,13 +101,14 @@ def _read_version(name: str) -> str:
 
 
 class MemoryProfileStore:
-    """Store of profiles, one file each in `folder`. With None, nothing is stored or found."""
+    """Store of profiles, with one file per profile in `folder`. If `folder` is None, nothing is stored or found."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def read(self, key: MemoryProfileKey) -> MemoryProfile | None:
-        """Return the profile of this key; None if its file is missing, unreadable, implausible or not of this key."""
+        """Return the profile with this key. Return None if its file is missing, unreadable or implausible, or has
+        another key."""
         if self._folder is None:
             return None
         path = self._folder / key.file
@@ -124,11 +125,11 @@ class MemoryProfileStore:
         return found
 
     def has(self, key: MemoryProfileKey) -> bool:
-        """Return whether a file for this key exists. Its content is not checked."""
+        """Return whether a file for this key exists, without a check of its content."""
         return self._folder is not None and (self._folder / key.file).exists()
 
     def write(self, profile: MemoryProfile) -> None:
-        """Store a profile. A write error is logged, and the next load measures once more."""
+        """Store a profile. A write error is logged, and the next load of the model then measures again."""
         if self._folder is None:
             return
         path = self._folder / profile.key.file

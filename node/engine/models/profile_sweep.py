@@ -52,12 +52,12 @@ class ProfileSweep:
     hold: ModelHold
     """Hold on the model until the end of the sweep."""
     steps: SweepSteps
-    """Remaining steps. They return the result of the search for the longest row; None without a search."""
+    """Remaining steps. The generator returns the result of the search for the longest row; None without a search."""
 
 
 class RunningSweep:
-    """The sweep in progress, if any, and the answers of sweeps. Implements `ReclaimableMemory`: the row of the sweep is
-    released before any request is refused."""
+    """Sweep in progress, if any, and the answers to orders whose sweeps have ended. Implements `ReclaimableMemory`, so
+    that the row of the sweep is released before any request is refused."""
 
     def __init__(self) -> None:
         self._sweep: ProfileSweep | None = None
@@ -117,7 +117,7 @@ class RunningSweep:
         self._ends += ends
 
     def take_ends(self) -> list[Frame]:
-        """Return the answers since the last call."""
+        """Return the answers that were added since the last call."""
         ends, self._ends = self._ends, []
         return ends
 
@@ -125,9 +125,9 @@ class RunningSweep:
 class SweepQueue:
     """Queue of ordered sweeps, of which one runs at a time.
 
-    `loaded_models()` returns the loaded models. `is_loading(model)` returns whether a model is queued or loading.
-    `synchronize()` waits for launched decode steps. `describe(loaded_model)` returns the reported description of a
-    model.
+    `loaded_models()` returns the loaded models by name. `is_loading(model)` returns whether a model is queued or
+    loading. `synchronize()` waits for launched decode steps. `describe(loaded_model)` returns the reported description
+    of a model.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class SweepQueue:
         )
 
     def request_sweep(self, number: int, model: str) -> None:
-        """Queue the order `number` to measure a model. Its sweep starts in turn, once the model is loaded."""
+        """Queue the order `number` to measure a model. Its sweep starts in turn, after the model is loaded."""
         self._queue.append((number, model))
 
     def refuse_queued(self, model: str, refused: Refused) -> None:
@@ -169,7 +169,7 @@ class SweepQueue:
         self._queue = deque(order for order in self._queue if order[1] != model)
 
     def cancel(self, number: int) -> bool:
-        """Cancel a queued or running order without an answer; return whether it was present."""
+        """Cancel the order `number`, queued or running, without an answer. Return False if there is no such order."""
         sweep = self.running.current
         if sweep is not None and sweep.number == number:
             self.running.close()
@@ -179,7 +179,8 @@ class SweepQueue:
         return is_queued
 
     def step(self) -> list[Frame]:
-        """Run one forward of the current or next sweep. Refuse orders whose model was unloaded.
+        """Run one forward of the sweep in progress, or start the next sweep with its first forward. Refuse orders whose
+        model was unloaded.
 
         Return the answers of orders that have ended. Raise `Halted` if the engine was halted.
         """

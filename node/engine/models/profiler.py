@@ -1,13 +1,13 @@
 """Memory profiler: measure a model on this machine, by a short probe at a load without a stored profile, or by a sweep
 on order.
 
-The probe (`memory_probe`) ensures samples of many shapes from the start.
+The probe (`memory_probe`) ensures that the estimator has samples of many shapes from the start.
 
-The residual is the largest number of bytes by which a forward exceeded its KV and its estimate. The forward is measured
-by the kernel's high-water mark where there is one. The gate's margin follows from the residual. If no other model is
-loaded, the longest row is then checked against a reading (`node.engine.models.context_search`).
+The residual is the largest number of bytes by which a forward exceeded the sum of its KV and its estimate. A forward is
+measured by the kernel's high-water mark of the footprint, if there is one. The gate's margin follows from the residual.
+If no other model is loaded, the longest row is then checked against a reading (`node.engine.models.context_search`).
 
-Measurements are stored by `node.engine.models.profile`.
+`node.engine.models.profile` stores the measurements.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -39,11 +39,11 @@ log = structlog.get_logger("engine.profile")
 
 
 def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]:
-    """Return `count` tokens of real text, this program's own source, for the model in `folder`. The tokens are repeated
-    if there are fewer.
+    """Return `count` token ids of real text, this program's own source, for the model in `folder`. The ids repeat if
+    the text has fewer tokens.
 
-    If `tokenizer.json` cannot be used, return varied ids below `vocabulary`. Experts are chosen by content: a ramp of
-    numbers would activate few of them.
+    If `tokenizer.json` cannot be used, return varied ids below `vocabulary`. Consecutive ids would not do, because they
+    activate only few experts of a mixture-of-experts model.
     """
     text = "".join(file.read_text() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     try:
@@ -56,12 +56,12 @@ def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]
 
 
 class Profiler:
-    """Profiler of loaded models: it takes the stored profile of a model, or measures a new one.
+    """Profiler of loaded models, which applies the stored profile of a model or measures a new profile.
 
-    `check(bytes)` returns whether the gate admits that many bytes. `longest(model)` returns the longest row that the
-    memory costs of a model allow, in tokens. `narrowed()` returns the bytes by which the margin is narrowed. `chunk` is
-    the maximum tokens of a prefill forward, `batch` the maximum decoding rows. `context` is the context length of the
-    settings in tokens (0: none). With `enabled` False, no profile is used or measured at a load.
+    `check(need)` returns whether the gate passes `need` bytes. `longest(model)` returns the longest row that the memory
+    costs of a model allow, in tokens. `narrowed()` returns the bytes by which profiles narrow the margin. `chunk` is
+    the maximum tokens of a prefill forward, and `batch` the maximum rows that decode together. `context` is the context
+    length from the settings in tokens (0: none). Without `enabled`, a load uses and measures no profile.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Profiler:
         """Fingerprints of models whose longest row this process has checked against a memory reading."""
 
     def estimate_seconds(self, descriptor: ModelDescriptor) -> float:
-        """Return the expected seconds of measuring a model at its next load: `PROBE_SECONDS`, or 0.0 if its profile is
-        stored, for an encoder, or with `enabled` False."""
+        """Return the expected seconds of measuring a model at its next load: `PROBE_SECONDS`, or 0.0 if it is not
+        measured, because a profile is stored, the model is an encoder, or the profiler is not `enabled`."""
         fingerprint, layout = descriptor.fingerprint, descriptor.layout
         if not self._enabled or fingerprint in self._known or (layout is not None and layout.encoder is not None):
             return 0.0
@@ -101,15 +101,16 @@ class Profiler:
         return 0.0
 
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
-        """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
+        """Set the memory profile of a model: the stored profile, or a new profile if none is stored for its KV
+        parameters. Each step of the iterator runs one forward of the measurement.
 
-        Measure again if the gate ended the stored measurement early and has room for more now. A profile whose longest
-        row failed is measured again once in each process, because its diagnosis asks for other settings. The stored
-        profile is used if a new measurement runs no forward. Each step of the iterator runs one forward of the
-        measurement.
+        Measure again if the gate ended the stored measurement early and now has room for more. Also measure again, once
+        per process, if the longest row of the stored profile failed, because its diagnosis asks for other settings. If
+        a new measurement runs no forward, the stored profile is used.
 
         `alone`: no other model is loaded. The longest row of a new profile is then checked against a memory reading. A
-        failure is logged and does not end the load. An encoder has no rows and gets no profile.
+        failed measurement is logged and does not end the load, but `DeviceLost` propagates. An encoder has no rows and
+        gets no profile.
         """
         if not self._enabled or not loaded_model.has_rows:
             return
@@ -147,18 +148,18 @@ class Profiler:
         return bool(stored.failed) and alone and stored.key.fingerprint not in self._checked
 
     def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
-        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a
-        profile of its samples."""
+        """Return a probe for a sweep of a model, which measures as far as the gate allows. `store_sweep` stores its
+        result after the run."""
         return self._create_probe(loaded_model, loaded_model.descriptor.context, SWEEP_SECONDS, full=True)
 
     def store_sweep(
         self, probe: MemoryProbe, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Replace the stored profile and the model's profile in force by the result of a sweep. Return the result of
-        the search for the longest row.
+        """Store the result of a sweep as the profile of its model, and apply it to the loaded model. Return the result
+        of the search for the longest row, which checks it with `check`.
 
-        With `check` None the result is None: other work was running, and no reading could be checked. Without a
-        measured forward nothing is stored, and the result is None as well.
+        If `check` is None, because other work is running, there is no search, and the result is None. If no forward was
+        measured, nothing is stored, and the result is None as well. The generator yields between attempts.
         """
         key = build_key(probe.loaded_model.descriptor.fingerprint, self._hardware)
         return (yield from self._store_result(probe, key, check))
