@@ -1,10 +1,10 @@
-"""Recovery and ends of rows: rebuild rows of a broken batch, and clean up wherever a request ends.
+"""Recovery and ends of rows: rebuild rows of a broken batch, and clean up when a request ends.
 
-An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. At the
-second exception, the request of a row fails.
+After an exception in a decode batch, the batch object is discarded, and its rows are prefilled again from their ids. At
+the second exception, the request of a row fails.
 
 All ends of a scheduled request pass through `BatchRecovery`, which removes its rows from prefills, batches and ledger.
-A broken batch can end further requests, and the end of a request can break a batch. Both are therefore in one class.
+A broken batch can end more requests, and the end of a request can break a batch. Both are therefore in one class.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -29,7 +29,7 @@ from wire.refusals import FailureCode, Refused
 from wire.state_machine import IllegalEventError
 
 MAX_REBUILDS = 1
-"""Maximum number of rebuilds of a row. At the next broken batch its request fails."""
+"""Maximum number of rebuilds of a row. If a batch of the row breaks once more, its request fails."""
 
 log = structlog.get_logger("engine.generation")
 
@@ -62,8 +62,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
-        the queue, or with `first` its start. Count the tokens if the request has joined a batch before
+        """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. With `first`, queue it at
+        the start of the queue, otherwise at the end. Count the tokens if the request has joined a batch before
         (`GatedForwards.count_returned`)."""
         prefill = Prefill(loaded_model, sequence, rows, ids, is_return=bool(sequence.joined))
         if prefill.is_return:
@@ -109,12 +109,12 @@ class BatchRecovery:
     def rebuild_batch(
         self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()
     ) -> None:
-        """Discard a batch whose object raised `error`; prefill its rows again from their ids.
+        """Discard a batch whose object raised `error`, and queue the prefill of its rows from their ids.
 
         Rows in `failing` are left out, because the caller ends them. Rows that have ended or are being dropped are left
-        out as well. The request of a row that was rebuilt before fails. All prefixes of the model in memory are
-        evicted, because the fault may be in one of them. The memory of the batch is released, also if callers hold the
-        batch. Do nothing if the batch was discarded before.
+        out as well. The request of a row that was already rebuilt fails. All prefixes of the model in memory are
+        evicted, because the fault may be in one of them. The memory of the batch is released, even if callers still
+        refer to the batch. Do nothing if the batch was already discarded.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
@@ -146,7 +146,7 @@ class BatchRecovery:
 
     def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger. If a removal raises, the other rows of that batch are
-        rebuilt, which can fail their requests and break further batches (`rebuild_batch`)."""
+        rebuilt, which can fail their requests and break more batches (`rebuild_batch`)."""
         self._batches.invalidate_step()
         leaving = {id(row) for row in rows}
         self._leaving |= leaving
@@ -169,8 +169,8 @@ class BatchRecovery:
             self._batches.pop(loaded_model, number)
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
-        """Store the caches of the ended rows among `rows` (`store_rows`), then remove these rows from their batches.
-        Output `Finished` for each request whose last row ended. `now` is the monotonic time.
+        """Store the caches of those `rows` that have ended (`store_rows`), then remove these rows from their batches.
+        Output `Finished` for each request whose last row has ended. `now` is the monotonic time.
 
         A request can fail between the end of one of its rows and this call. Such a row is removed, but not stored.
         """
@@ -199,8 +199,8 @@ class BatchRecovery:
         release_free_memory()
 
     def end_for_memory(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for lack of memory: with the refusal `refused` if none of its tokens was delivered, else as
-        failed with `code`, a `FailureCode`."""
+        """End a request for lack of memory. Output the refusal `refused` if none of its tokens was delivered, otherwise
+        `Failed` with `code`, a `FailureCode`."""
         delivered = sequence.delivered
         self.release_request(sequence)
         log.warning(
@@ -219,7 +219,7 @@ class BatchRecovery:
         """End a request with a `Failed` frame. Count the failure, unless the client's grammar is its cause. `code` is a
         `FailureCode`.
 
-        Do nothing if the request has ended already, because one fault may be reported for a request twice.
+        Do nothing if the request has already ended, because one fault may be reported twice for a request.
         """
         if sequence not in self._requests:
             return

@@ -1,4 +1,4 @@
-"""Table of the decode batches of all models, which also states whether the memory of the last step can be measured."""
+"""Table of the decode batches of all models. It also records whether the memory of the last step can be measured."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ NO_BATCHES: Mapping[int, DecodeBatch[Row]] = {}
 class BatchTable:
     """Decode batches by model and batch number (`CommitmentLedger.get_batch_number`).
 
-    `loaded_models()` returns the loaded models by name. Batches are visited in the order of their models there.
+    `loaded_models()` returns the loaded models by name. Iteration yields batches in the order of these models.
     """
 
     def __init__(self, loaded_models: Callable[[], Mapping[str, LoadedModel]]) -> None:
@@ -29,7 +29,8 @@ class BatchTable:
         return sum(map(len, self._batches.values()))
 
     def __iter__(self) -> Iterator[tuple[LoadedModel, int, DecodeBatch[Row]]]:
-        """Yield all batches with their models and numbers. Batches may be removed meanwhile; those are skipped."""
+        """Yield all batches with their models and numbers. Batches that are removed during the iteration are
+        skipped."""
         if not self._batches:
             return
         for loaded_model in list(self._loaded_models().values()):
@@ -73,7 +74,7 @@ class BatchTable:
         return Counter(row.sequence.request.weighted_key.name for _, _, batch in self for row in batch.list_rows())
 
     def sum_step_seconds(self) -> float:
-        """Return the expected seconds of one step of each batch, one after the other; 0 while no row decodes."""
+        """Return the expected seconds of one step of every batch in total; 0 while no row decodes."""
         return sum(
             loaded_model.stats.step_seconds * len(self.get_batches(loaded_model))
             for loaded_model in self._loaded_models().values()
@@ -83,7 +84,7 @@ class BatchTable:
         """Release all batches, because the process ends."""
         self._batches.clear()
 
-    # the memory of a step
+    # memory of a step
 
     def mark_step(self, mark: int, *, grew: bool) -> None:
         """Record the mark (`MlxPeakTracker.marks`) of the last decode step, and whether its caches grew."""

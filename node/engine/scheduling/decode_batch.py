@@ -5,13 +5,13 @@ tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
 - Constructor: Runs a forward over each row's last known token, unless there are no rows. A batch is therefore created
   empty, and its rows are set to the state after that forward. The first token of a row comes from the last forward of
   the prefill (`join`), or from the next step (`prepare_rows`).
-- Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many
-  in flight. The GPU still writes to its results when the last row leaves: they must not be freed before it has ended
-  (docs/decisions/0064).
-- Laziness: `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is
-  evaluated alone, which frees its old arrays before the next layer is copied.
-- Exceptions: After an exception the content of the batch is invalid: continuing gave wrong tokens without an error. The
-  caller discards the batch and rebuilds the rows from their ids.
+- Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that has ended has one token too
+  many in flight. When the last row is removed, the GPU still writes to the results of that step. They must not be freed
+  before the step has ended (docs/decisions/0064).
+- Laziness: `extend` and `filter` are lazy. Until they are evaluated, they keep the whole old batch in memory. Here each
+  layer is evaluated alone, which frees its old arrays before the next layer is copied.
+- Exceptions: After an exception the content of the batch is invalid: later steps return wrong tokens without an error.
+  The caller must discard the batch and rebuild the rows from their ids.
 
 Stop sequences, limits and the lazily extracted cache at a row's end are not used. `drop_rows` removes rows, and
 `extract` copies the cache of one row.
@@ -152,11 +152,12 @@ class DecodeBatch(Generic[K]):
     def join(
         self, joining: Sequence[JoiningRow[K]], ids: Sequence[int], cache: Layers, logits: mx.array
     ) -> list[NextToken[K]]:
-        """Add rows that have the same tokens so far, and return each row's next token. No step returns these again.
+        """Add rows that have the same tokens so far, and return each row's next token. `step` does not return these
+        tokens again.
 
-        `ids` are the token ids so far. `cache` holds all of them and is consumed. `logits` (1, vocabulary) are the
-        logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded. Raise
-        `ValueError` for a second row of a batch with `alone`.
+        `ids` are the token ids so far. `cache` has the keys and values of all of them, and is consumed. `logits`, shape
+        (1, vocabulary), are the logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must
+        then be discarded. Raise `ValueError` for a second row of a batch with `alone`.
         """
         if self._alone and len(self._rows) + len(joining) > 1:
             raise ValueError("a row that decodes alone takes no other row into its batch")
@@ -178,8 +179,8 @@ class DecodeBatch(Generic[K]):
     ) -> PendingRows[K]:
         """Prepare rows that were prefilled in one forward, each with its own tokens. Return them for `add_prepared`.
 
-        A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
-        row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
+        A row's cache has all of its `ids` except the last, which is the input of the next step. That step returns the
+        row's first token. `cache` is consumed. The batch does not change, so that an exception affects only these rows.
         """
         pasts = [list(row_ids[:-1]) for row_ids in ids]
         last = mx.array([row_ids[-1] for row_ids in ids], mx.uint32)
@@ -194,7 +195,7 @@ class DecodeBatch(Generic[K]):
             self._batch = newcomers.batch
         else:
             self._batch.extend(newcomers.batch)
-            newcomers.batch.prompt_cache = []  # only the copies below hold the layers, each until it is evaluated
+            newcomers.batch.prompt_cache = []  # only the lazy copies refer to the layers, each until its evaluation
             self._evaluate_layers()
         self._rows.update(newcomers.rows)
         self._reported.update(newcomers.rows)
@@ -207,7 +208,7 @@ class DecodeBatch(Generic[K]):
         tokens: mx.array,
         logprobs: list[mx.array],
     ) -> PendingRows[K]:
-        """Return a batch in the state after its constructor's forward: the caches hold `pasts`, and `tokens` (rows,)
+        """Return a batch in the state after its constructor's forward: the caches contain `pasts`, and `tokens` (rows,)
         come next."""
         count = len(joining)
         uids = list(range(self._next, self._next + count))
@@ -235,17 +236,17 @@ class DecodeBatch(Generic[K]):
         self._called = seconds
 
     def take_call(self) -> float | None:
-        """Return the duration in seconds that `record_call` recorded, and forget the duration. Return None if none was
-        recorded since the last `take_call`."""
+        """Return and clear the duration in seconds that `record_call` recorded. Return None if none was recorded since
+        the last `take_call`."""
         called, self._called = self._called, None
         return called
 
     def step(self) -> list[NextToken[K]]:
         """Return the tokens of the launched step, and launch the following step. Without rows, return an empty list.
 
-        A first token that `join` has returned is left out. First tokens of rows from `prepare_rows` come from the step
-        that is launched now: they are awaited and returned at once. Exceptions propagate; the whole batch must then be
-        discarded.
+        A first token that `join` has returned is left out. The first tokens of rows from `prepare_rows` come from the
+        step that this call launches; the call waits for them and returns them. Exceptions propagate; the whole batch
+        must then be discarded.
         """
         if self._batch is None:
             return []
@@ -267,11 +268,11 @@ class DecodeBatch(Generic[K]):
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
-        """Return the tokens of the launched step, and launch no further step. Use this if all rows end with these
+        """Return the tokens of the launched step, and launch no further step. For use when all rows end with these
         tokens.
 
         If a row joined since the last step, its token in flight is known to the caller or still part of the prompt.
-        This method then calls `step`, which does launch a further step. Return an empty list without rows. Exceptions
+        This method then calls `step`, which launches a further step. Return an empty list without rows. Exceptions
         propagate; the whole batch must then be discarded.
         """
         if self._batch is None or self._reported:
@@ -311,7 +312,7 @@ class DecodeBatch(Generic[K]):
         return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
-        """Remove rows from the batch and release their memory, after the launched step has ended. Rows that are not in
+        """Wait for the launched step, then remove rows from the batch and release their memory. Rows that are not in
         the batch are ignored. Exceptions propagate; the whole batch must then be discarded."""
         if self._batch is None:
             return
@@ -329,14 +330,15 @@ class DecodeBatch(Generic[K]):
     def get_ids(self, row: K) -> list[int]:
         """Return the token ids in a row's cache: the prompt, and the generated tokens that a step has processed.
 
-        The input of the next step is missing, also if the caller knows that token already. Before its first step, a row
+        The input of the next step is missing, even if the caller already knows that token. Before its first step, a row
         from `prepare_rows` therefore lacks the last token of its prompt. The row must be in the batch.
         """
         assert self._batch is not None  # noqa: S101  a row is in it
         return list(self._batch.tokens[self._find_place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Return an evaluated copy of a row's cache without padding. The copy holds the tokens of `get_ids(row)`."""
+        """Return an evaluated copy of a row's cache without padding, for the tokens of `get_ids(row)`. The row must be
+        in the batch."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
         layers: Layers = self._batch.prompt_cache
@@ -364,8 +366,8 @@ class DecodeBatch(Generic[K]):
         return 0 if self._batch is None else sum_nbytes(self._batch.prompt_cache)
 
     def clear(self) -> None:
-        """Wait for the launched step, then release the caches of all rows, although callers and an exception may hold
-        the batch."""
+        """Wait for the launched step, then release the caches of all rows. Their memory is freed even if callers or an
+        exception still refer to the batch."""
         if self._batch is not None:
             mx.synchronize()
             self._batch.prompt_cache.clear()
@@ -380,7 +382,7 @@ class DecodeBatch(Generic[K]):
 def _compute_logits(model: TextModel, tokens: mx.array, cache: Layers) -> mx.array:
     """Run a forward of the model, lazily, as `TextModel` does, but return logits in float32.
 
-    With 16 bits, the difference between a logit and the logarithm of the sum is a multiple of up to 1/8.
+    With 16 bits, log probabilities would be rounded to steps of up to 1/8.
     """
     return model(tokens, cache=cache).astype(mx.float32)
 

@@ -22,8 +22,8 @@ from node.engine.text.logprobs import compute_logprob
 from wire.refusals import FailureCode, RefusalCode
 
 OUTLIER_FACTOR = 4
-"""Factor above the estimate from which the memory of a single step is not recorded. Memory of ended rows is freed late,
-and a real increase shows in the next step as well."""
+"""Factor of the estimate above which the memory of a single step is ignored, because memory of ended rows is freed
+late. A real increase also shows in the next step, which is recorded."""
 
 log = structlog.get_logger("engine.generation")
 
@@ -51,8 +51,8 @@ class DecodeLoop:
         """Decode one token for every row of every batch, output its text, and end rows. Raise `Halted` if the engine
         was halted.
 
-        Rows that have used their commitment grow first, which may preempt or end a request. A batch whose step raises
-        is rebuilt. After each batch, a request loses its memory if the engine is over its cap.
+        First, commitments that are used up are extended, which may preempt or end a request. A batch whose step raises
+        is rebuilt. After each batch, a request is preempted or ended if the engine is over its cap.
         """
         for loaded_model, number, batch in self._batches:
             self._step_batch(loaded_model, number, batch)
@@ -81,10 +81,10 @@ class DecodeLoop:
 
     def wait(self) -> None:
         """Wait for the launched steps of all batches, and rebuild a batch whose step raises. Record the duration of
-        each step. If there is only one batch, record the memory of its step as well, where it can be measured
+        each step. If there is only one batch, also record the memory of its step, if that can be measured
         (`BatchTable.is_measurable`).
 
-        MLX runs calls one after the other: the wait costs no time, and it separates the times of step and chunk.
+        The wait costs no time, because MLX runs calls one after the other. It separates the times of step and chunk.
         """
         alone = len(self._batches) == 1
         for loaded_model, number, batch in self._batches:
@@ -100,13 +100,13 @@ class DecodeLoop:
                 self._recovery.rebuild_batch(loaded_model, number, error)
                 continue
             called = batch.take_call()
-            if called is not None:  # else it was awaited already
+            if called is not None:  # None: an earlier call has already waited for the step
                 loaded_model.stats.record_step(called + time.monotonic() - begun, len(batch))
                 if alone and self._batches.is_measurable(self._forwards.peak_tracker.marks):
                     self._measure_step(loaded_model, batch)
 
     def _measure_step(self, loaded_model: LoadedModel, batch: DecodeBatch[Row]) -> None:
-        """Record the memory of a step that has just ended and that no other batch's step overlapped."""
+        """Record the memory of a step that has just ended and did not overlap with a step of another batch."""
         longest = max((row.commitment.stored_tokens for row in batch.list_rows()), default=0)
         taken = self._forwards.peak_tracker.measure_peak_drop()
         outlier = taken > OUTLIER_FACTOR * loaded_model.estimator.estimate_step(len(batch), longest, grows=False)
@@ -117,7 +117,7 @@ class DecodeLoop:
     # tokens
 
     def add_tokens(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]], now: float) -> None:
-        """Add tokens, known since the monotonic time `now`, to their rows' texts. Output deltas, and end rows.
+        """Add tokens, known since the monotonic time `now`, to the texts of their rows. Output deltas, and end rows.
 
         Fail the request of a row whose sampling, grammar or text raised.
         """
@@ -166,8 +166,8 @@ class DecodeLoop:
                 self._extend_commitment(loaded_model, row, more)
 
     def _extend_commitment(self, loaded_model: LoadedModel, row: Row, more: int) -> None:
-        """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
-        request does."""
+        """Extend a row's commitment by `more` tokens. Until they fit, preempt or end other requests, or the row's own
+        request."""
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
         while row.commitment.is_joined and not row.reason:
             step = estimator.estimate_charged_step(self._batches.count_rows(), row.commitment.committed_tokens + more)
@@ -182,7 +182,7 @@ class DecodeLoop:
 
 
 def _ends_next(row: Row) -> bool:
-    """Return whether the next token is certainly a row's last."""
+    """Return whether the next token of a row is certainly its last token."""
     return len(row.ids) + 1 >= row.sequence.shape.limit
 
 

@@ -7,7 +7,7 @@
             with logits            join
         one decode batch       its commitment is in the ledger, has joined, and names that batch    decode
         a preempted request    its commitment is empty and in no ledger                             preempted
-    a row has ended where, and only where, it has a reason
+    a row has ended if, and only if, it has a finish reason
 
 A violation means a row that is never served, memory that is never released, or an exception in a later iteration. That
 exception would end the engine process with all its requests. Every engine test checks the invariants after each

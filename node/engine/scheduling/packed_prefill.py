@@ -1,19 +1,19 @@
 """Packed prefill: several short prompts in one forward.
 
 A forward reads the weights once for any number of rows, and rows that join together copy the decode batch once. Rows
-that start together also decode together, which makes steps wider. Whole waiting prompts are therefore padded *right*
-and written into one cache. Attention is causal: no token attends to its right, hence to no padding. Up to its end a
-row's cache is the same as after a prefill of its own.
+that start together also decode together, in steps with more rows. Waiting prompts are therefore padded on the *right*
+and prefilled into one cache. Attention is causal: no token attends to the padding at its right. Without the padding, a
+row's cache is the same as after a separate prefill.
 
 - Last token: The last token of each prompt is left out. It is the input of the row's first decode step, which computes
-  the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
-  vocabulary.
+  the logits of all rows at once. A packed forward would compute the logits of every token, which take a gigabyte with a
+  large vocabulary.
 - Caches: All layers must have plain caches (`kv_cache.is_plain`), because a window or a recurrent state would include
   the padding.
-- Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like a packed prompt. Its
+- Prefixes: A prompt waits for a separate prefill if much of it is cached, or if it starts like a packed prompt. Its
   prefix then need not be computed again.
 - Commitments: All prompts of a packed forward are in one group of the `CommitmentLedger`. The KV of the padded forward
-  (rows × longest row) is therefore committed already.
+  (rows × longest row) is therefore already committed.
 - Faults: A fault does not show which prompt caused it. All prompts are prefilled again one by one, and the faulty one
   fails alone. The crash recorder names no request for a packed forward.
 """
@@ -45,8 +45,8 @@ PAD_TOKEN = 0
 
 
 class PackedPrefill:
-    """Selection of short prompts, and their prefill in one forward. `max_tokens` is the maximum size of that forward in
-    tokens, with padding."""
+    """Selection of short prompts, and their prefill in one forward. `max_tokens` is the maximum number of tokens of
+    that forward, including padding."""
 
     def __init__(self, forwards: GatedForwards, prefixes: PrefixCacheManager, max_tokens: int) -> None:
         self._forwards = forwards
@@ -56,10 +56,10 @@ class PackedPrefill:
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
         """Return the prompts to prefill in one forward: `first`, then prompts of the same decode batch from `waiting`.
 
-        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together, and at
-        most the number given to the class. A prompt is left out if a prefill of an earlier one will cache much of it.
-        Return only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each
-        prompt that is considered.
+        Several prompts have at most `max_tokens` tokens in total, with padding and without their last tokens, and at
+        most the `max_tokens` of the class. A prompt is left out if the prefill of an earlier prompt will cache much of
+        it. Return only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for
+        each prompt that is considered.
         """
         if not self._can_pack(first):
             return [first]
@@ -84,7 +84,7 @@ class PackedPrefill:
         return len(prefill.ids) > 1 and prefill.stored_tokens < MAX_CACHED_SHARE * len(prefill.ids)
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Return the first prompts of `members` that pass the gate in one forward. After each refusal, try the first
+        """Return the leading prompts of `members` that pass the gate in one forward. After each refusal, try the first
         half of the refused prompts.
 
         Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
@@ -98,8 +98,8 @@ class PackedPrefill:
         return []
 
     def prefill_members(self, members: Sequence[Prefill]) -> Layers:
-        """Prefill all but the last token of each prompt in one forward. Return the cache of all rows, padded right, in
-        the order of `members`.
+        """Prefill all tokens but the last of each prompt in one forward. Return the cache of all rows, padded on the
+        right, in the order of `members`.
 
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """
@@ -123,7 +123,8 @@ class PackedPrefill:
 
 
 def prefill_rows(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
-    """Prefill rows of token ids, padded to equal length, into `cache`, the cache of all rows. Compute no logits."""
+    """Prefill rows of token ids, padded to equal length, into `cache`, the cache of all rows. No logits are
+    evaluated."""
     model(mx.array(rows), cache=cache)
     copy_state_views(cache)
     evaluate([layer.state for layer in cache])

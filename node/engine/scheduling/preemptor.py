@@ -1,6 +1,6 @@
-"""Preemption in the scheduler: release memory and rows of chosen requests, and return these once there is room.
+"""Preemption in the scheduler: release memory and rows of chosen requests, and let them continue when there is room.
 
-`rules.preemption` chooses the requests. On return, the tokens of a request that are not in the prefix cache are
+`rules.preemption` chooses the requests. When a request returns, its tokens that are not in the prefix cache are
 prefilled again. A request that cannot be preempted ends.
 """
 
@@ -52,9 +52,9 @@ class Preemptor:
 
     def end_newest(self, refused: Refused) -> bool:
         """End the newest request that has tokens in a cache, and count it (`GatedForwards.count_shed`). Return False if
-        there is none.
+        there is no such request.
 
-        Refuse the request with `refused` if none of its tokens was delivered; else fail it with
+        Refuse the request with `refused` if none of its tokens was delivered; otherwise fail it with
         `FailureCode.MEMORY_PRESSURE`.
         """
         newest = find_newest_holder(self._requests.live.values())
@@ -68,8 +68,8 @@ class Preemptor:
         """Check the memory after a forward or a step. If the engine is over its cap minus leases, preempt or end the
         newest request that has tokens in a cache.
 
-        Before that, a model load in progress is aborted, which may be enough. `release_memory` states when a request
-        ends.
+        A model load in progress is aborted first, which may be enough. `release_memory` describes when the request ends
+        and when it is preempted.
         """
         over = self._forwards.check_cap()
         newest = None if over is None else find_newest_holder(self._requests.live.values())
@@ -79,7 +79,8 @@ class Preemptor:
     def release_for(self, row: Row, refused: Refused) -> None:
         """Preempt or end one request for a row that must grow: the request of `choose_victim`, else the row's own.
 
-        The chosen request may also be the row's own. `release_memory` states when a request ends.
+        `choose_victim` may also choose the row's own request. `release_memory` describes when the request ends and when
+        it is preempted.
         """
         self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
@@ -101,8 +102,8 @@ class Preemptor:
             self._recovery.end_for_memory(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _may_free_memory(self, waiting: int) -> bool:
-        """Return whether memory may become free: more requests are live than the `waiting` ones, or the recent peak
-        falls."""
+        """Return whether memory may become free: more than `waiting` requests are live, or the recent peak will
+        fall."""
         return len(self._requests.live) > waiting or self._forwards.find_peak_expiry() is not None
 
     def preempt(self, sequence: Sequence) -> None:
@@ -127,19 +128,18 @@ class Preemptor:
     # sharing between keys
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
-        """Preempt requests for the next prompt `first`, if it needs more rows than are free. They are requests of keys
-        that hold more rows for their weight than the key of `first`.
+        """Preempt requests for the next prompt `first`, if it needs more than the `free_rows` free rows.
 
-        `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
-        If the first choice of a preempted request decodes, its cache is stored in the prefix cache.
+        Only requests of keys that hold more rows for their weight than the key of `first` are preempted. None is
+        preempted if fair shares do not allow enough preemptions. If the first choice of a preempted request decodes,
+        its cache is stored in the prefix cache.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.weighted_key, first.width, first.width - free_rows, holding):
             self._preempt_chosen(sequence, keep=True)
 
     def _count_held_rows(self, sequence: Sequence) -> int:
-        """Return the number of rows for which a request has places: decoding rows, and rows of its started
-        prefills."""
+        """Return the number of rows that a request occupies: decoding rows, and rows of its started prefills."""
         started = sum(
             prefill.width for prefill in self._requests.prefills if prefill.started and prefill.sequence is sequence
         )
@@ -149,8 +149,8 @@ class Preemptor:
         """Preempt requests of the keys that hold the most memory, for a request of `key`. Return whether any
         was preempted.
 
-        `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
-        fair shares do not allow enough preemptions.
+        `need` is the memory of that request in bytes, and `missing_bytes` the part for which there is no room. No
+        request is preempted if fair shares do not allow enough preemptions.
         """
         holding = [(sequence, self._compute_committed_bytes(sequence)) for sequence in self._requests.list_running()]
         chosen = choose_for_key(key, need, missing_bytes, holding)
@@ -163,12 +163,12 @@ class Preemptor:
         return sum(compute_row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
 
     def _preempt_chosen(self, sequence: Sequence, *, keep: bool) -> None:
-        """Preempt a request for another key. With `keep` only rows are needed: the tokens of its decoding first choice
-        are stored for its return. Free buffers are then not returned, which would take 70 ms."""
+        """Preempt a request for another key. With `keep`, only its rows are needed, not its memory. The cache of its
+        first choice is then stored if it decodes, and free buffers are not returned, which would take 70 ms."""
         if keep:
             joined = [row for row in sequence.iterate_active_rows() if row.commitment.is_joined]
             self._recovery.store_rows(self._recovery.get_model(sequence), joined)
-        if sequence in self._requests:  # a broken batch may have ended it meanwhile
+        if sequence in self._requests:  # a batch that broke may have ended it
             sequence.mark_yielded()
             self.preempt(sequence)
             if not keep:
@@ -177,8 +177,8 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that a preempted request needs to continue: the oldest one that precedes a new request of
-        the API key `key`. Return 0 if no preempted request does.
+        """Return the bytes that the oldest preempted request that precedes a new request of the API key `key` needs to
+        continue. Return 0 if there is no such request.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.
@@ -201,8 +201,8 @@ class Preemptor:
             self._return_request(sequence)
 
     def _return_request(self, sequence: Sequence) -> None:
-        """Queue the prefill of a preempted request if there is room; end the request if the memory is readable and none
-        may become free."""
+        """Queue the prefill of a preempted request if there is room. End the request if the memory can be read, but no
+        memory may become free."""
         loaded_model = self._recovery.get_model(sequence)
         refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:
@@ -219,7 +219,7 @@ class Preemptor:
             self._recovery.end_for_memory(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _compute_needed_bytes(self, sequence: Sequence) -> int:
-        """Return the bytes that a preempted request needs to return: each row alone, and a forward."""
+        """Return the bytes that a preempted request needs to return: the cost of each row, and one forward."""
         loaded_model = self._recovery.get_model(sequence)
         lengths = [_compute_length(row) for row in sequence.iterate_active_rows()]
         forward = max(loaded_model.estimator.estimate_chunk(self._floor, length) for length in lengths)
@@ -227,6 +227,6 @@ class Preemptor:
 
 
 def _compute_length(row: Row) -> int:
-    """Return the tokens to commit for a row that returns: the known ones, and a growth."""
+    """Return the tokens to commit for a row that returns: its known tokens, and one growth."""
     shape = row.sequence.shape
     return compute_return_tokens(len(row.list_token_ids()), shape.prompt + shape.limit)

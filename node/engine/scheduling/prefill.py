@@ -1,4 +1,4 @@
-"""Prefill of a prompt: state from admission to the join with its rows' decode batches."""
+"""State of the prefill of a prompt, from its admission until its rows join their decode batches."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,58 +31,58 @@ class PrefixState:
     eos: frozenset[int]
     """Token ids that end a turn."""
     scope: str = ""
-    """Scope of the stored sequences that the prefill may reuse, besides shared system prompts
+    """Scope of the stored sequences that the prefill may reuse in addition to shared system prompts
     (`Sequence.cache_scope`)."""
     shared: int = 0
-    """Number of tokens at the start that form a system prompt which all keys share; 0: none."""
+    """Number of leading tokens that form a system prompt shared by all keys; 0: none."""
     hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     removed_tokens: int = 0
-    """Number of tokens in the entry that this prefill took out of the prefix cache; 0 without such an entry, and once
+    """Number of tokens in the entry that this prefill took out of the prefix cache; 0 without such an entry, and after
     the prompt is stored."""
     stops: list[int] = field(default_factory=list[int])
-    """Positions in the prompt, in tokens, at which a snapshot is wanted."""
+    """Positions in the prompt, in tokens, at which snapshots are planned."""
     snapshot_at: int = 0
-    """Number of tokens in the cache at the last snapshot, or at the start of the prefill without one."""
+    """Number of tokens in the cache at the last snapshot; before the first snapshot, at the start of the prefill."""
     snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
     """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
-    """History of the sliding windows up to now; None without windows, before the start, and once the prompt is
+    """History of the sliding windows so far; None without windows, before the start, and after the prompt is
     stored."""
 
     plan: ReadPlan | None = None
-    """Files of the disk cache from which the prefill will start; None if there are none, and once they are read."""
+    """Files of the disk cache from which the prefill will start; None if there are none, and after the restoration."""
     restoring: DiskRestore | None = None
     """Restoration of the files of `plan` in progress; None before its start and after its end."""
     restored: tuple[PlannedPart, ...] = ()
     """Files from which the prompt was restored."""
 
     def record_lookup(self, hit: PrefixHit[Layers], stops: list[int]) -> None:
-        """Set the result of a lookup, and the positions of the snapshots that follow from it."""
+        """Set the result of a lookup, and the positions `stops` at which snapshots are planned."""
         self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
-        """Clear the result and the plan of the lookup, and end a restoration in progress. The result was used, or
-        cannot be used: the prompt is prefilled from its first token or looked up again."""
+        """Clear the result and the plan of the lookup, and end a restoration in progress, because the result was used
+        or cannot be used. In the second case, the prompt is prefilled from its first token or looked up again."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
 
     def record_snapshot(self, tokens: int, entry: CachedPrefix[Layers] | None = None) -> None:
-        """Record a snapshot at `tokens` tokens, or the start of the prefill with as many cached tokens. `entry` is the
+        """Record a snapshot at `tokens` tokens, or the start of the prefill with `tokens` cached tokens. `entry` is the
         snapshot if it was taken because the prompt is long, else None."""
         self.snapshot_at = tokens
         if entry is not None:
             self.snapshots.append(entry)
 
     def take_snapshots(self, count: int) -> list[CachedPrefix[Layers]]:
-        """Return all recorded snapshots of a long prompt but the newest `count`, oldest first, and forget them. They
+        """Remove all but the newest `count` snapshots from `snapshots`, and return the removed ones, oldest first. They
         stay in the prefix cache."""
         taken = self.snapshots[: max(0, len(self.snapshots) - count)]
         self.snapshots = self.snapshots[len(taken) :]
         return taken
 
     def record_removal(self, tokens: int) -> None:
-        """Set the number of tokens in the entry that this prefill took out of the prefix cache; 0 once its prompt is
+        """Set the number of tokens in the entry that this prefill took out of the prefix cache; 0 after its prompt is
         stored."""
         self.removed_tokens = tokens
 
@@ -101,14 +101,13 @@ class PrefixState:
         self.restored = parts
 
     def set_history(self, history: WindowHistory | None) -> None:
-        """Set the history of the sliding windows up to now, or None once the prompt is stored or the prefill has
-        ended."""
+        """Set the history of the sliding windows so far; None after the prompt is stored or the prefill has ended."""
         self.history = history
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Prefill of the tokens that some rows of a request share: the prompt, or the prompt and the known answer tokens.
+    """Prefill of the tokens that some rows of a request share: the prompt, and answer tokens that are already known.
 
     Methods that change the state of rows raise `IllegalEventError` if the event is illegal in that state.
     """
@@ -120,7 +119,7 @@ class Prefill:
     rows: list[Row]
     """Rows that share the tokens `ids` and have not joined yet."""
     ids: list[int]
-    """Ids of the tokens that the cache must hold."""
+    """Ids of the tokens to prefill, including cached tokens."""
     is_return: bool = False
     """Whether a row of the request had joined a batch before: the rows of this prefill return after a preemption or a
     broken batch."""
@@ -171,7 +170,7 @@ class Prefill:
         return len(self.ids) - self.stored_tokens
 
     def bound_chunk(self, count: int) -> int:
-        """Return the number of tokens in the next chunk: `count`, or fewer if the next wanted snapshot is before the
+        """Return the number of tokens in the next chunk: `count`, or fewer if the next planned snapshot is before the
         end of such a chunk."""
         stops = () if self.past is None else self.past.stops
         return min([count, *(stop - self.stored_tokens for stop in stops if stop > self.stored_tokens)])
@@ -179,11 +178,11 @@ class Prefill:
     # changes
 
     def use_prefix_cache(self, past: PrefixState) -> None:
-        """Set the state for the prefix cache, which this prefill uses."""
+        """Set the prefix cache state of this prefill, which uses the prefix cache."""
         self.past = past
 
     def set_cached_tokens(self, tokens: int) -> None:
-        """Set the number of tokens found in the prefix cache, before the first chunk."""
+        """Set the number of tokens found in the prefix cache. Must be called before the first chunk."""
         self.stored_tokens = tokens
 
     def start(self, cache: Layers) -> None:
@@ -191,15 +190,15 @@ class Prefill:
         self.cache = cache
 
     def delay(self, retry_at: float) -> None:
-        """Set the monotonic time from which the gate may be tried again."""
+        """Set the monotonic time of the next attempt, because the gate has refused the chunk or join."""
         self.retry_at = retry_at
 
     def end_delay(self) -> None:
-        """Clear the delay, because the gate has passed its work."""
+        """Clear `retry_at`, because the gate has passed the chunk or join."""
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:
-        """Change the state of the rows, because the forward of a chunk begins or the cache was restored from the
+        """Apply `RowEvent.CHUNK` to the rows, because the forward of a chunk begins or the cache was restored from the
         disk."""
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
@@ -215,8 +214,8 @@ class Prefill:
                 row.apply(RowEvent.PREFILLED)
 
     def end_packed(self, capacity_tokens: int) -> None:
-        """Record a packed prefill of all but the last token, which used no cached tokens. The last token counts as
-        stored, because the first decode step writes it.
+        """Record a packed prefill of all tokens but the last, which used no cached tokens. The last token counts as
+        stored, because the first decode step stores it.
 
         The growing layers of the cache have room for `capacity_tokens` tokens on average.
         """
@@ -244,7 +243,7 @@ class Prefill:
     def clear(self) -> None:
         """Release the arrays of this prefill, and end its restoration from the disk.
 
-        A leftover reference to the prefill then holds no memory.
+        A remaining reference to the prefill then keeps no memory.
         """
         self.cache = self.logits = None
         if self.past is not None:
@@ -255,7 +254,7 @@ class Prefill:
 def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
     """Return the rows of a request by the token ids that their answers already have.
 
-    Rows of a new request have none. Rows of a resumed or preempted request may differ.
+    These ids are empty for rows of a new request. Those of rows of a resumed or preempted request may differ.
     """
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
@@ -264,7 +263,7 @@ def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
 
 
 def group_by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]]:
-    """Return rows in one list for each decode batch to which the ledger of the model has assigned them."""
+    """Group rows by the decode batch to which the ledger of the model has assigned them. Return one list per batch."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(loaded_model.ledger.get_batch_number(row.commitment), []).append(row)
@@ -272,7 +271,7 @@ def group_by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]
 
 
 def create_row_sampler(sequence: Sequence, row: Row) -> RowSampler:
-    """Return the wrapped sampler of a row, with its logits processors and the mask of its grammar."""
+    """Return the sampler of a row, with its logits processors and the mask of its grammar."""
     grammar = sequence.prepared.grammar
     return RowSampler(
         create_sampler(sequence.sampling, sequence.seed, row.choice, len(row.ids)),

@@ -45,11 +45,12 @@ class PrefillQueue:
         return [prefill for prefill in found if prefill.retry_at <= now]
 
     def count_free_rows(self) -> int:
-        """Return how many rows may start in addition to those that decode or whose prefill has started."""
+        """Return the number of free rows: the maximum, minus the rows that decode or whose prefill has started."""
         return self._batch - self._batches.count_rows() - count_started_rows(self._requests.prefills)
 
     def count_unclaimed_rows(self) -> int:
-        """Return how many rows are free after all queued prompts have started; negative if there are too few."""
+        """Return the number of rows that would be free if all queued prompts had started; negative if there are too
+        few rows."""
         return self._batch - self._batches.count_rows() - sum(prefill.width for prefill in self._requests.prefills)
 
     def find_next_unstarted(self) -> Prefill | None:
@@ -62,9 +63,9 @@ class PrefillQueue:
         return iterate_in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
-        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait. They wait only if
-        several requests were live recently and no row decodes. None of them waits if they fill a batch, or if one of
-        them has started or cannot be packed."""
+        """Return the monotonic time until which `choices` wait for packing; 0.0 if they do not wait. They wait only if
+        several requests were live recently and no row decodes. They do not wait if they fill a batch, or if one of them
+        has started or cannot be packed."""
         if self._batches or any(prefill.started or not prefill.loaded_model.plain for prefill in choices):
             return 0.0
         if sum(prefill.width for prefill in choices) >= self._batch:
@@ -75,8 +76,8 @@ class PrefillQueue:
         """Choose the prompts to prefill at `now` (monotonic seconds), in one forward if there are several. Return an
         empty list if none may start or continue, or if all wait for packing.
 
-        Choices alternate between the shortest prompt and the next by age and fairness (`next_prefill`). Call this only
-        to prefill the result.
+        Turns alternate between the shortest prompt and the next prompt by age and fairness (`next_prefill`). Each call
+        counts as a turn, and the result must be prefilled.
         """
         choices = self.list_choices(now)
         if not choices or now < self.compute_wait_end(choices):
@@ -95,12 +96,13 @@ class PrefillQueue:
         return self._packed.select_batch(first, choices, most)
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
-        """Count tokens that a forward has computed for a prompt, for the fairness between keys."""
+        """Count `tokens` tokens that a forward has computed for a prompt, for the fairness between keys."""
         self._fairness.count_prefilled(prefill.weighted_key, tokens)
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
-        """Return the number of tokens in the next chunk, sized by time. The last chunk of a prompt computes logits. If
-        that chunk would have more tokens than `LoadedModel.tail`, leave its last token to a further chunk."""
+        """Return the number of tokens in the next chunk (`compute_affordable_tokens`). The last chunk of a prompt
+        computes logits. If that chunk would have more tokens than `LoadedModel.tail`, leave its last token to a further
+        chunk."""
         count = min(self.compute_affordable_tokens(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
@@ -118,8 +120,8 @@ class PrefillQueue:
         )
 
     def compute_required_bytes(self) -> int:
-        """Return the bytes, without KV, of a chunk of `floor` tokens: the maximum over all prefills that wait for
-        memory; 0 if none waits for memory."""
+        """Return the bytes, without KV, of the next chunk of a prefill that waits for memory, if it has `floor` tokens.
+        The result is the maximum over all such prefills; 0 without any."""
         waiting = [
             prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
             for prefill in self._requests.prefills

@@ -28,8 +28,8 @@ log = structlog.get_logger("engine.generation")
 
 
 class PrefillRunner:
-    """Runner of the prefills of chosen prompts, whose rows join after the last chunk. `floor`: tokens of the smallest
-    chunk."""
+    """Runner of the prefills of chosen prompts, whose rows join their decode batches after the last chunk. `floor`:
+    tokens of the smallest chunk."""
 
     def __init__(
         self,
@@ -58,20 +58,21 @@ class PrefillRunner:
         self._floor = floor
 
     def run(self, members: list[Prefill], now: float) -> None:
-        """Prefill several prompts (`members`) in one forward, as many as fit. If no two fit, or with a single prompt,
-        prefill one chunk of the first, or restore its next part from the disk.
+        """Prefill as many of `members` as fit in one forward. If no two prompts fit, or with a single prompt, prefill
+        one chunk of the first prompt, or restore its next part from the disk.
 
-        A prompt without room waits. If no request can continue and no recent peak will end, or if the memory cannot be
-        read, the newest waiting request loses its memory. A request whose chunk takes the engine over its cap loses its
-        memory as well. A request whose chunk raises fails; packed prompts whose forward raises are prefilled one by
-        one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was halted.
+        A prompt without room waits. The newest waiting request is preempted or ended if no request can continue and the
+        recent peak will not fall. This also happens if the memory cannot be read. A request whose chunk takes the
+        engine over its cap is preempted or ended as well. A request whose chunk raises fails; packed prompts whose
+        forward raises are prefilled one by one. `now` is the monotonic time at which the turn began. Raise `Halted` if
+        the engine was halted.
         """
         if len(members) < 2 or not self._run_packed(members, now):
             self._run_chunk(members[0], now)
 
     def _run_packed(self, members: list[Prefill], now: float) -> bool:
-        """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
-        cannot use the result are prefilled again one by one."""
+        """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. If the
+        result cannot be used, the prompts are prefilled again one by one."""
         self._decode_loop.wait()
         members = self._packed.select_fitting([prefill for prefill in members if prefill in self._requests.prefills])
         if not members:
@@ -96,8 +97,8 @@ class PrefillRunner:
         return True
 
     def _run_chunk(self, prefill: Prefill, now: float) -> None:
-        """Prefill one chunk; join after the last. Delay the prefill if the gate refuses (`_delay`). Fail the request
-        after an exception. Release memory if the forward took the engine above the cap."""
+        """Prefill one chunk, and join after the last chunk. Delay the prefill if the gate refuses (`_delay`). Fail the
+        request after an exception. Preempt or end the request if the forward took the engine above the cap."""
         sequence = prefill.sequence
         sequence.mark_begun(now)
         try:
@@ -148,7 +149,7 @@ class PrefillRunner:
             return self._restore_part(prefill, prefill.past)
         wanted = prefill.bound_chunk(self._queue.compute_chunk_tokens(prefill))
         self._decode_loop.wait()
-        if prefill not in self._requests.prefills:  # another of its rows was in a batch that just broke
+        if prefill not in self._requests.prefills:  # another row of its request was in a batch that broke in `wait`
             return None
         count = self._forwards.check_shrinking(
             GateSite.PREFILL,
@@ -179,8 +180,8 @@ class PrefillRunner:
         return refused
 
     def _run_forward(self, prefill: Prefill, count: int, *, fresh: bool) -> None:
-        """Run the forward of a chunk of `count` tokens that the gate has passed. `fresh`: its cache is its own, not a
-        copy of a cached prefix."""
+        """Run the forward of a chunk of `count` tokens that the gate has passed. `fresh`: the cache is not a copy of a
+        cached prefix."""
         loaded_model, cache, last = prefill.loaded_model, prefill.cache, count == prefill.left
         assert cache is not None  # noqa: S101 `restore` has set it
         piece = prefill.ids[prefill.stored_tokens : prefill.stored_tokens + count]

@@ -1,4 +1,4 @@
-"""Prefix cache in the scheduler: restore the start of a row, and store rows at their end.
+"""Prefix cache in the scheduler: restore the cached start of a prompt, and store prompts and ended rows.
 
     begin_lookup ─► find_prefix ─► (gate) ─► restore ─► record_chunk ─► … ─► store_prompt ─► decode ─► store_row
                     looks up                 copies or   snapshots of         the prompt's              the whole row,
@@ -9,7 +9,7 @@ Rules
   entries.
 - Commitment: A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then
   as much as a new cache. Estimates, ledger and gate therefore ignore the prefix cache.
-- Reuse: The next turn of a conversation starts with *all* tokens of a stored sequence, and will be stored itself. Its
+- Reuse: The next turn of a conversation starts with *all* tokens of a stored sequence, and will itself be stored. Its
   prefill therefore takes the entry out of the store and uses the cache without a copy, unless the entry is a snapshot.
   If the request is cancelled before its prompt is stored, the entry is stored again if it can be cut and memory has
   room.
@@ -17,10 +17,10 @@ Rules
 - Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
   cause a refusal.
 - Scopes: A request finds sequences of its own scope (`Sequence.cache_scope`), usually its key. From other keys it finds
-  only the system prompt that all keys share. The tokens of that message are stored a second time as a snapshot, in a
+  only the system prompt that all keys share. The tokens of that prompt are stored a second time as a snapshot, in a
   scope of all keys.
 - Faults: After a fault of a model, all its entries in memory are evicted (`invalidate`), because the fault may be in an
-  entry. Of its files on the disk, only those that a failed prefill read, and those of its snapshots, are removed.
+  entry. Of its files on the disk, only files that a failed prefill has read, and files of its snapshots, are removed.
 - Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
   the prefill (`window_history`). A history in progress counts as cached, and is released before any entry.
 - Snapshots: Where caches cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
@@ -67,13 +67,13 @@ from wire.report import CacheState
 
 
 class TrimModes:
-    """Trim modes (`CacheTrimMode`) of the loaded models, each found once from an empty cache of the model."""
+    """Trim modes (`CacheTrimMode`) of the loaded models, each determined once from an empty cache of the model."""
 
     def __init__(self) -> None:
         self._modes: dict[str, CacheTrimMode] = {}
 
     def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        """Return the trim mode of a model's caches: that of the most restrictive layer."""
+        """Return the trim mode of a model's caches: the mode of the most restrictive layer."""
         mode = self._modes.get(loaded_model.name)
         if mode is None:
             mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
@@ -87,8 +87,8 @@ class TrimModes:
 class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows (see the module's docstring).
 
-    `store` holds the entries in memory. `memory` evicts entries, to make room for new ones or to free memory for the
-    engine. `disk` holds the entries on the disk.
+    `store` has the entries in memory. `memory` evicts entries, to make room for new entries or to free memory for the
+    engine. `disk` has the entries on the disk.
     """
 
     def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory, disk: DiskTier) -> None:
@@ -110,16 +110,16 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. Before
-        that, count each prompt that is in neither any more as evicted. `fingerprints` has the fingerprints of the
-        node's models by name."""
+        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
+        count the prompts that neither memory nor disk has any longer as evicted. `fingerprints` has the fingerprints of
+        the node's models by name."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
         """Delete the entries of a model in memory and its files (`DiskTier.clear`); of all models if `fingerprint` is
-        empty. Raise `OSError` if files stay, `BlockingIOError` if another process writes to the folder."""
+        empty. Raise `OSError` if files remain, and `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next
@@ -127,12 +127,12 @@ class PrefixCacheManager:
         self.disk.clear(fingerprint)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Release histories of prefills, then the least recently used entries, then parts queued for the disk, until
-        `enough()` or nothing more can be released."""
+        """Release histories of prefills, then the least recently used entries, then parts queued for the disk. Stop
+        when `enough()` is true or nothing more can be released."""
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
-        """Evict all entries of a model that is unloaded, and forget its trim mode."""
+        """Evict all entries of a model that is unloaded, and remove its trim mode."""
         self._store.evict_model(model)
         self._trim_modes.remove(model)
 
@@ -143,9 +143,9 @@ class PrefixCacheManager:
     # prompts
 
     def begin_lookup(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `prefill.past`,
-        the request's prompt hash, and, before its first join, `sequence.cached` to the number of cached tokens. Set
-        none of them if the prefix cache is off or cannot store the caches of the model."""
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `prefill.past`
+        and the request's prompt hash. Before the first join, set `sequence.cached` to the number of cached tokens. Do
+        nothing if the prefix cache is off or cannot store the caches of the model."""
         if self.memory.compute_limit() <= 0 or self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -158,10 +158,10 @@ class PrefixCacheManager:
 
     def find_prefix(self, prefill: Prefill) -> None:
         """Find the longest cached prefix of a prefill, and record it in `past`: in memory as `hit`, on the disk as
-        `plan`. Set `stored_tokens` to the prefix's tokens, and `past.stops` to the positions of wanted snapshots.
+        `plan`. Set `stored_tokens` to the prefix's tokens, and `past.stops` to the positions of planned snapshots.
 
-        Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
-        cache. Repeat this before the first chunk, because entries may have been evicted or stored since.
+        Do nothing if the prefill already has a cache, is being restored from the disk, or does not use the prefix
+        cache. Must be repeated before the first chunk, because entries may have been evicted or stored since.
         """
         past, loaded_model = prefill.past, prefill.loaded_model
         if past is None or prefill.cache is not None or past.restoring is not None:
@@ -174,7 +174,7 @@ class PrefixCacheManager:
         prefill.set_cached_tokens(self.disk.find(prefill, past, hit.length) or hit.length)
 
     def _find_prefix(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
-        """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
+        """Return the longest prefix among the sequences of the request's scope and the shared system prompts."""
         own = self._store.find(model, past.key, cut=cut, scope=past.scope)
         if past.shared <= own.length:
             return own
@@ -185,8 +185,8 @@ class PrefixCacheManager:
     def restore(self, prefill: Prefill) -> bool:
         """Set the cache with which a prefill starts: the cached prefix, which counts as a hit, or an empty cache.
 
-        An entry whose tokens are all used is taken out of the cache, not copied, unless it is a snapshot. Return True,
-        or False if the entry was evicted since the lookup: the prompt must then be looked up and pass the gate again.
+        An entry whose tokens are all used is taken out of the cache, not copied, unless it is a snapshot. Return False
+        if the entry was evicted since the lookup; the prompt must then be looked up and pass the gate again.
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit
@@ -213,8 +213,8 @@ class PrefixCacheManager:
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
         """Record the last `count` tokens of a prefill in the history of its windows, or release the history if memory
-        is short. Take a snapshot at the positions in `past.stops`, unless the history replaces the snapshot. For caches
-        that cannot be cut, also take a snapshot when one is due in a long prompt (`is_long_snapshot_due`)."""
+        is short. Take a snapshot at the positions in `past.stops`, unless the history makes it unnecessary. For caches
+        that cannot be cut, also take the snapshots of a long prompt (`is_long_snapshot_due`)."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None:
             return
@@ -235,7 +235,7 @@ class PrefixCacheManager:
             self._take_long_snapshot(prefill, past, cache)
 
     def _take_long_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
-        """Store a snapshot of a long prompt if that is due and needs no eviction; remove the oldest one beyond
+        """Store a snapshot of a long prompt if that is due and needs no eviction. Remove the oldest snapshot beyond
         `MAX_LONG_SNAPSHOTS`."""
         tokens, size = prefill.stored_tokens - past.snapshot_at, sum_nbytes(cache)
         seconds = prefill.loaded_model.stats.estimate_prefill_seconds(tokens)
@@ -255,7 +255,7 @@ class PrefixCacheManager:
 
     def _take_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
         """Store a snapshot of a prefill, if it is not cached and memory suffices. A shared system prompt has no hash,
-        because its eviction removes no prompt."""
+        because its eviction does not count as the eviction of a prompt."""
         key, is_shared = past.key[: prefill.stored_tokens * ID_BYTES], prefill.stored_tokens == past.shared
         scope, prompt_hash = (SHARED_SCOPE, b"") if is_shared else (past.scope, past.prompt_hash)
         if not self._store.covers(prefill.loaded_model.name, key, cut=False, scope=scope) and self.memory.make_room(
@@ -264,7 +264,7 @@ class PrefixCacheManager:
             self._store_entry(prefill.loaded_model, key, materialize(cache), prompt_hash, scope, snapshot=True)
 
     def _store_shared_prompt(self, prefill: Prefill, past: PrefixState, layers: Layers, transient: int) -> None:
-        """Store the tokens of a shared system prompt for all keys, where caches can be cut."""
+        """Store the tokens of a shared system prompt for all keys. The caches of the model must be plain."""
         if not past.shared:
             return
         name, key = prefill.loaded_model.name, past.key[: past.shared * ID_BYTES]
@@ -277,9 +277,9 @@ class PrefixCacheManager:
     def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
         """Store the cache of a prefilled prompt right before its rows join a decode batch, because the next prompt may
         start with the same tokens. Do nothing if caches of this model cannot be cut, or if the history of their windows
-        is lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
+        is lost. For a model without windows, also store the system prompt that all keys share, as a separate entry.
 
-        Store nothing that is cached already. If memory has no room, offer the prompt to the disk cache alone; `view()`
+        Store nothing that is already cached. If memory has no room, offer the prompt only to the disk cache; `view()`
         returns the cache of its decoding row. `transient` is the bytes that must stay free for the join itself.
         """
         past, cache = prefill.past, prefill.cache
@@ -300,7 +300,7 @@ class PrefixCacheManager:
 
     def store_packed(self, prefill: Prefill, row: Layers, transient: int, view: RowView) -> None:
         """Store a copy of the cache of a packed prompt, and the system prompt that all keys share. Store nothing that
-        is cached already. If memory has no room for the copy, offer the prompt to the disk cache alone.
+        is already cached. If memory has no room for the copy, offer the prompt only to the disk cache.
 
         `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
         must stay free for the join of the packed prompts. `view()` returns the cache of the prompt's decoding row.
@@ -313,8 +313,8 @@ class PrefixCacheManager:
     def _store_or_offer(
         self, prefill: Prefill, key: bytes, layers: Layers, transient: int, view: RowView, *, copy: bool = False
     ) -> None:
-        """Store a prompt's cache, with `copy` a copy of it, unless it is cached. Without room only the disk cache may
-        write it."""
+        """Store a prompt's cache, with `copy` a copy of it, unless it is cached. If memory has no room, offer the
+        prompt only to the disk cache."""
         model, past = prefill.loaded_model, prefill.past
         if past is None or self._store.covers(model.name, key, cut=True, scope=past.scope):
             return
@@ -326,8 +326,8 @@ class PrefixCacheManager:
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
-        no prefix was taken, the whole prompt is stored since, or memory has no room. Do nothing either if the cache
-        cannot be cut, or if the history of its windows is lost."""
+        no prefix was taken, the whole prompt has been stored since, or memory has no room. Do nothing as well if the
+        cache cannot be cut, or if the history of its windows is lost."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return
@@ -345,8 +345,8 @@ class PrefixCacheManager:
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
-        for other choices, or if the prefix cache is not used. Do nothing either below `MIN_PREFIX_TOKENS` tokens, for a
-        sequence that is cached already, or if memory has no room. Exceptions of the batch propagate."""
+        for other choices, or if the request does not use the prefix cache. Do nothing as well for a sequence that is
+        shorter than `MIN_PREFIX_TOKENS` or already cached, or without room. Exceptions of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

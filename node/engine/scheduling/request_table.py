@@ -1,4 +1,4 @@
-"""Table of the scheduler's live requests: their prefills, the preempted ones, and their holds (`ModelUsage.hold`)."""
+"""Table of the scheduler's live requests, with their prefills, preempted requests, and holds on models."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from node.engine.scheduling.prefill import Prefill
 
 
 class RequestTable:
-    """Requests that have not ended. Each keeps its model in memory until its end."""
+    """Requests of the scheduler that have not ended. Each holds its model in memory until its end."""
 
     def __init__(self) -> None:
         self._live: dict[int, Sequence] = {}
@@ -20,8 +20,8 @@ class RequestTable:
         self._ended_on: dict[str, LoadedModel] = {}
         self._crowded = False
         self.crowded_at = -math.inf
-        """Monotonic time of the last `record_ends` after a request ended while further requests were live; minus
-        infinity before the first."""
+        """Monotonic time of the last `record_ends` after a request ended while another was live; minus infinity before
+        that."""
 
     @property
     def live(self) -> Mapping[int, Sequence]:
@@ -30,14 +30,14 @@ class RequestTable:
 
     @property
     def prefills(self) -> list[Prefill]:
-        """Prefills with rows that have not joined a decode batch, in the order of the queue. The caller does not change
+        """Prefills with rows that have not joined a decode batch, in the order of the queue. Callers must not change
         the list."""
         return self._prefills
 
     @property
     def preempted(self) -> list[Sequence]:
-        """Preempted requests, which hold no memory and are prefilled again once there is room. The caller does not
-        change the list."""
+        """Preempted requests, which hold no memory and are prefilled again when there is room. Callers must not change
+        the list."""
         return self._preempted
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -66,10 +66,8 @@ class RequestTable:
         self._crowded |= bool(self._live)
 
     def record_ends(self, now: float) -> None:
-        """Record the monotonic time `now` as the last use of the models of the requests removed since the last call.
-
-        Set `crowded_at` to `now` if other requests were live at such a removal.
-        """
+        """Record the monotonic time `now` as the last use of each model whose requests were removed since the last
+        call. Set `crowded_at` to `now` if other requests were live at such a removal."""
         if not self._ended_on:
             return
         for loaded_model in self._ended_on.values():
@@ -83,29 +81,30 @@ class RequestTable:
         self._prefills.insert(0 if first else len(self._prefills), prefill)
 
     def dequeue(self, prefill: Prefill) -> None:
-        """Remove a prefill whose rows have all joined."""
+        """Remove a prefill from the queue, because all its rows have joined."""
         self._prefills.remove(prefill)
 
     def clear_prefills(self, sequence: Sequence) -> None:
-        """Remove a request's prefills and release their arrays. Call this before `release_free_memory`, because arrays
-        released later would stay in MLX's free buffers."""
+        """Remove a request's prefills and release their arrays. Must be called before `release_free_memory`, because
+        arrays released later would stay in MLX's free buffers."""
         for prefill in [prefill for prefill in self._prefills if prefill.sequence is sequence]:
             prefill.clear()
             self._prefills.remove(prefill)
 
     def add_preempted(self, sequence: Sequence) -> None:
-        """Add a request to the preempted ones."""
+        """Add a request to the preempted requests."""
         self._preempted.append(sequence)
 
     def end_preemption(self, sequence: Sequence) -> bool:
-        """Remove a request from the preempted ones; return whether it was one of them."""
+        """Remove a request from the preempted requests. Return False if it is not preempted."""
         if sequence not in self._preempted:
             return False
         self._preempted.remove(sequence)
         return True
 
     def close(self) -> None:
-        """Release the memory of all prefills and the holds on models, and remove all requests; the process ends."""
+        """Release the memory of all prefills and the holds on models, and remove all requests, because the process
+        ends."""
         for sequence in self._live.values():
             self.clear_prefills(sequence)
         for hold in self._holds.values():

@@ -23,7 +23,7 @@ from node.engine.scheduling.rules.row_state import RowEvent
 from wire.refusals import Refused
 
 FIRST_JOIN_SECONDS = 10.0
-"""Expected seconds that are published for each join. Most joins take less, but the first one compiles kernels."""
+"""Expected seconds that are published for each join. Most joins take less, but the first join compiles kernels."""
 
 
 class RowJoin:
@@ -47,11 +47,11 @@ class RowJoin:
 
     def join_prefill(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Join the rows of a prompt to their decode batches, and output their first tokens. Return None if all rows
-        have joined; else the gate's refusal of the rows without room, which join later.
+        have joined; otherwise the gate's refusal of the rows without room, whose join must be repeated later.
 
         Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are the logits
-        after the last token of the prompt. Exceptions of the join propagate after the other rows of the batch were
-        rebuilt. Raise `Halted` if the engine was halted.
+        after the last token of the prompt. If the join raises, the other rows of the batch are rebuilt before the
+        exception propagates. Raise `Halted` if the engine was halted.
         """
         tokens = list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
@@ -65,8 +65,9 @@ class RowJoin:
         return refused
 
     def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
-        """Join rows batch by batch while there is room; add their first tokens to `tokens`. Return the refusal of the
-        first batch without room; None if all rows have joined. Rows that have joined before a refusal stay joined."""
+        """Join rows batch by batch while there is room, and add their first tokens to `tokens`. Return the refusal of
+        the first batch without room; None if all rows have joined. Rows that have joined before a refusal stay
+        joined."""
         loaded_model, cache = prefill.loaded_model, prefill.cache
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
         estimator, ledger = loaded_model.estimator, loaded_model.ledger
@@ -108,11 +109,11 @@ class RowJoin:
             raise
 
     def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
-        """Join the rows of packed prompts to their decode batch. Return whether they have joined; False if the gate
-        refuses. `cache` holds all tokens of each prompt but the last.
+        """Join the rows of packed prompts to their decode batch. Return False if the gate refuses. `cache` has the keys
+        and values of all tokens of each prompt but the last.
 
-        Exceptions of the join propagate, also `Halted` if the engine was halted. If the batch broke, its other rows
-        are rebuilt before.
+        Exceptions of the join propagate. If the batch broke, its other rows are rebuilt first. Raise `Halted` if the
+        engine was halted.
         """
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator

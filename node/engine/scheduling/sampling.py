@@ -1,8 +1,8 @@
 """Sampling of a token from logits: penalties, bias, temperature, top-k, top-p, min-p, and reproducible draws.
 
-Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state. A row that is
-rebuilt or resumed on another node therefore uses the same random numbers. Its tokens can still differ, because rounding
-differs between batches and chips (docs/availability.md).
+Every draw is keyed by (seed, choice, position of the token in its answer), never by shared state. A row that is rebuilt
+or resumed on another node therefore uses the same random numbers. Its tokens can still differ, because rounding differs
+between batches and chips (docs/availability.md).
 
 The order is repetition penalty, presence and frequency penalties, bias, temperature, top-k, top-p, min-p, draw. From
 the temperature on, the order is that of Transformers.
@@ -10,8 +10,9 @@ the temperature on, the order is that of Transformers.
 Presence and frequency penalties count the answer's own tokens (OpenAI's definition). The repetition penalty also counts
 the tokens of the prompt (CTRL, arXiv:1909.05858, as in Transformers).
 
-Unless a function states (rows, vocabulary), arrays are of one row: logits and log probabilities (1, vocabulary), tokens
-(length,). Nothing here is compiled, because on Linux a compiled function costs a g++ run at first use.
+Unless a function states (rows, vocabulary), arrays belong to one row: logits and log probabilities have the shape (1,
+vocabulary), tokens the shape (length,). Nothing here is compiled, because on Linux a compiled function costs a g++ run
+at first use.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +30,13 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 
 _MASK = 2**64 - 1
 MIN_TEMPERATURE = 1e-6
-"""Minimum temperature of a draw. Below, the most likely token is chosen, as any draw would: differences between log
+"""Minimum temperature of a draw. Below it, the most likely token is chosen, as any draw would: differences between log
 probabilities become too large for float32."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling parameters in force for the answers of one request; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
+    """Sampling parameters in force for the answers of a request. `top_k` 0, `top_p` 1 and `min_p` 0 have no effect."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -68,8 +69,8 @@ class SamplingDefaults:
 
 
 def parse_defaults(config: Mapping[str, object]) -> SamplingDefaults:
-    """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
-    ignored. With `do_sample` false the temperature is 0, and apart from that only the repetition penalty applies."""
+    """Return the sampling defaults of a parsed `generation_config.json`. Values that are not numbers in their range are
+    ignored. With `do_sample` false, the temperature is 0, and only the repetition penalty is read."""
     repetition = _get_number(config, "repetition_penalty", 1.0, 0, 10) or 1.0
     if config.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0, repetition=repetition)
@@ -90,9 +91,10 @@ def _get_number(config: Mapping[str, object], key: str, default: float, least: f
 
 
 def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
-    """Return the sampling parameters of a request, with the model's defaults for those that are not set.
+    """Return the sampling parameters of a request, with the model's defaults for parameters that the request does not
+    set.
 
-    A repetition penalty of 1 counts as not set, and one of `NO_REPETITION_PENALTY` as 1.
+    A repetition penalty of 1 counts as not set. The penalty `NO_REPETITION_PENALTY` means 1.
     """
     penalty = params.repetition_penalty
     return SamplingParameters(
@@ -108,16 +110,16 @@ def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> Sa
 
 
 def choose_greedily(logprobs: mx.array) -> mx.array:
-    """Return the most likely token of each row: log probabilities (rows, vocabulary) to tokens (rows,).
+    """Return the most likely token of each row, shape (rows,), from log probabilities, shape (rows, vocabulary).
 
-    All rows share this function, because then a batch is sampled in one call.
+    All rows share this function, so that a batch is sampled in one call.
     """
     return mx.argmax(logprobs, axis=-1)
 
 
 def compute_draw_key(seed: int, choice: int, position: int) -> int:
     """Return the key of one random draw, an integer of 64 bits. It depends on the seed, the index of the choice, and
-    the position of the token in the answer. Splitmix64 makes neighbouring keys independent."""
+    the position of the token in the answer. Splitmix64 makes the keys of adjacent positions independent."""
     mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
     return _mix(mixed + 0x9E3779B97F4A7C15 * (position + 1))
 
@@ -131,9 +133,9 @@ def _mix(value: int) -> int:
 
 class SeededSampler:
     """Sampler that draws the tokens of one answer in order. `position` is the index of the first drawn token in the
-    answer; the tokens before are known.
+    answer; the tokens before it are known.
 
-    A draw depends only on the `seed` of the request, the number `choice` of the answer, and the position of the token.
+    A draw depends only on the `seed` of the request, the index `choice` of the answer, and the position of the token.
     """
 
     def __init__(self, sampling: SamplingParameters, seed: int, choice: int, position: int) -> None:
@@ -157,11 +159,11 @@ def create_sampler(sampling: SamplingParameters, seed: int, choice: int, positio
 def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
     """Return log probabilities (rows, vocabulary) after the temperature, with −inf outside top-k, top-p and min-p.
 
-    The argument has the same shape. The result is in float32 and not normalized, and each row keeps at least one finite
-    value. The temperature is at least `MIN_TEMPERATURE`.
+    `logprobs` has the same shape. The result is in float32 and not normalized, and each row keeps at least one finite
+    value. The temperature must be at least `MIN_TEMPERATURE`.
 
-    The numbers of most models have 16 bits. In these, the sum of a softmax stops to grow before the end of a large
-    vocabulary, and a small temperature exceeds the range.
+    float32 is necessary because most models compute in 16 bits. With 16 bits, the sum of a softmax stops growing before
+    the end of a large vocabulary, and a small temperature exceeds the range.
     """
     scaled = logprobs.astype(mx.float32) * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
@@ -178,7 +180,7 @@ def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
 
 
 def _find_nucleus_threshold(scaled: mx.array, top_p: float) -> mx.array:
-    """Return the smallest logit of the smallest set of tokens that holds `top_p` of the probability."""
+    """Return the smallest logit of the smallest set of tokens whose total probability is at least `top_p`."""
     ordered = -mx.sort(-scaled, axis=-1)
     above = mx.cumsum(mx.softmax(ordered, axis=-1), axis=-1, inclusive=False)
     least = mx.min(mx.where(above < top_p, ordered, mx.inf), axis=-1, keepdims=True)
@@ -186,7 +188,7 @@ def _find_nucleus_threshold(scaled: mx.array, top_p: float) -> mx.array:
 
 
 def create_processors(sampling: SamplingParameters, prompt_tokens: int) -> tuple[Processor, ...]:
-    """Return the processors of an answer's logits, in order: repetition, presence and frequency, bias.
+    """Return the processors of an answer's logits in order: repetition penalty, presence and frequency penalties, bias.
 
     Each is a pure function of the tokens so far, of which the first `prompt_tokens` are the prompt, and the logits.
     Parameters without an effect have no processor.

@@ -12,18 +12,19 @@ Rules
   the admission of new requests (`compute_required_bytes`). When all requests wait for memory, or the memory cannot be
   read, the newest waiting request loses its memory. When a row must grow, `preemption` chooses the request ("Victim").
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
-  is preempted: its memory is released, and its tokens are prefilled again once there is room. If no other request or
-  recent peak can free memory, it fails, with the numbers.
-- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). Requests of the key that holds most are
-  preempted for a key that holds less. This happens if no row is free, or memory is short at admission. `preemption`
-  states when preempted requests return.
-- Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
-  that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
+  is preempted: its memory is released, and its tokens are prefilled again when there is room. If no other request or
+  recent peak can free memory, the request fails with the numbers.
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). If no row is free or memory is short at
+  admission, requests of the key with the most rows or bytes are preempted. `preemption` describes when preempted
+  requests return.
+- Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). If
+  the result cannot be used, for lack of room or after a fault, they are prefilled again one by one.
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
   memory at once; after other forwards, the newest request does.
-- Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
-  ids. At the second exception, the request of a row fails. An error of the GPU ends the process (`device_errors`).
-- End: All ends of a request pass through `BatchRecovery`, which cleans prefills, batches and ledger.
+- Faults: After an exception in a decode batch, the batch object is discarded, and its rows are prefilled again from
+  their ids. At the second exception, the request of a row fails. An error of the GPU ends the process
+  (`device_errors`).
+- End: All ends of a request pass through `BatchRecovery`, which cleans up prefills, batches and ledger.
 - Time: Decisions use the time at which the turn, an iteration of the `EngineLoop`, began. Durations are measured around
   native calls.
 
@@ -80,8 +81,8 @@ class SchedulerLimits(NamedTuple):
 class Scheduler:
     """Scheduler of all rows of all models (see the module's docstring).
 
-    `loaded_models()` returns the loaded models by name. `recovery` and `preemptor` are its parts that end and preempt
-    requests.
+    `loaded_models()` returns the loaded models by name. `recovery` and `preemptor` are the parts of the scheduler that
+    end and preempt requests.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> tuple[Sequence, ...]:
-        """Preempted requests, which hold no memory and are prefilled again once there is room."""
+        """Preempted requests, which hold no memory and are prefilled again when there is room."""
         return tuple(self._requests.preempted)
 
     def get_batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
@@ -138,18 +139,18 @@ class Scheduler:
         return self._batches.get_batches(self._loaded_models()[model])
 
     def has_request(self, number: int) -> bool:
-        """Return whether a request was started and has not ended."""
+        """Return whether the request with this number was started and has not ended."""
         return number in self._requests.live
 
     def measure_load(self) -> tuple[int, int, int]:
-        """Return three numbers: the decoding rows; the prefills and preempted requests together; the tokens that the
-        queued prefills have still to process."""
+        """Return three numbers: decoding rows; prefills plus preempted requests; tokens that the queued prefills still
+        have to process."""
         prefills = self._requests.prefills
         waiting = len(prefills) + len(self._requests.preempted)
         return self._batches.count_rows(), waiting, sum(prefill.left for prefill in prefills)
 
     def sum_step_seconds(self) -> float:
-        """Return the expected seconds of one decode step of every batch, one after the other; 0.0 if no row decodes."""
+        """Return the expected seconds of one decode step of every batch in total; 0.0 if no row decodes."""
         return self._batches.sum_step_seconds()
 
     def can_prefill(self, now: float) -> bool:
@@ -160,29 +161,30 @@ class Scheduler:
         """Return the bytes that must be free for waiting requests before a new request of the API key `key` is
         admitted.
 
-        They are the sum of two needs. The first is the bytes, without KV, of a chunk of `SchedulerLimits.floor` tokens,
-        the maximum over the prefills that wait for memory. The second is all bytes of the oldest preempted request.
-        Requests that were preempted for another key count only for a new request of their own key, or with `key` None.
+        The result is the sum of two needs. The first is the bytes, without KV, of a chunk of `SchedulerLimits.floor`
+        tokens: the maximum over the prefills that wait for memory. The second is all bytes of the oldest preempted
+        request. Requests that were preempted for another key count only for a new request of their own key, or with
+        `key` None.
         """
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step: `now` if rows decode, the end of a request must be sent, or a
-        prefill may run; later while all work waits. Return None without any work."""
+        prefill may run; later while all work waits. Return None if there is no work."""
         if self._batches or self._output.ends:
             return now
         choices = self._queue.list_choices(now)
         if choices:
             return max(now, self._queue.compute_wait_end(choices))
-        # A prompt that has no time of its own waits for the rows of one that has.
+        # A prompt without a `retry_at` waits for the rows of a prompt that has one.
         waiting = [prefill.retry_at for prefill in self._requests.prefills if prefill.retry_at > now]
         if self._requests.preempted:
             waiting.append(self.preemptor.return_at)
         return min(waiting, default=None)
 
     def check(self) -> list[str]:
-        """Return one sentence for each violated invariant (`node.engine.scheduling.invariants`); an empty list if all
-        hold."""
+        """Return one sentence for each violated invariant (`node.engine.scheduling.invariants`); an empty list if there
+        is none."""
         return find_violations(
             self._requests.live,
             self._requests.prefills,
@@ -194,19 +196,18 @@ class Scheduler:
     # events
 
     def begin_request(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
-        alone) share a prefill."""
+        """Start an admitted request whose rows have commitments. Rows with the same known tokens (usually only the
+        prompt) share a prefill."""
         self._requests.add(loaded_model, sequence)
         for ids, rows in group_by_past(sequence.iterate_active_rows()).items():
             self.recovery.queue_prefill(loaded_model, sequence, rows, [*sequence.prompt, *ids])
 
     def cancel(self, number: int, now: float) -> bool:
-        """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
+        """Cancel a request in any state, and send no further frame for it. Return False if it has ended or is unknown.
 
-        The prefix cache gets back the entry that a waiting prefill of the request took out, and loses the snapshots of
-        that prompt. A fault while the entry is stored is logged.
-
-        `now` is the monotonic time at which the turn began.
+        If a waiting prefill of the request took an entry out of the prefix cache, the entry is stored again. Snapshots
+        of that prompt are removed. A fault while the entry is stored is logged. `now` is the monotonic time at which
+        the turn began.
         """
         sequence = self._requests.live.get(number)
         if sequence is None:
@@ -227,7 +228,7 @@ class Scheduler:
             log.exception("prefix not stored", request=prefill.sequence.number)
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """End the newest request that has tokens in a cache. Return False if there is none.
+        """End the newest request that has tokens in a cache. Return False if there is no such request.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
         time at which the turn began.
@@ -240,8 +241,8 @@ class Scheduler:
         """Preempt requests of the keys that hold the most memory, for a request of `key`. Return whether any
         was preempted.
 
-        `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
-        fair shares do not allow enough preemptions.
+        `need` is the memory of that request in bytes, and `missing_bytes` the part for which there is no room. No
+        request is preempted if fair shares do not allow enough preemptions.
         """
         return self.preemptor.preempt_for_key(key, need, missing_bytes)
 
@@ -257,12 +258,12 @@ class Scheduler:
         self._requests.record_ends(now)
 
     def prefill(self, now: float) -> None:
-        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. Before
-        that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
+        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. First
+        let a preempted request return, and preempt requests of keys that hold more than their share of rows.
 
-        Prefill nothing if no prompt may start or continue at the monotonic time `now`, at which the turn began, or if
-        all wait for packing. A prompt without room waits, and a request can lose its memory or fail
-        (`PrefillRunner.run`). Raise `Halted` if the engine was halted.
+        Prefill nothing if no prompt may start or continue at `now`, or if all prompts wait for packing. A prompt
+        without room waits, and a request may be preempted or fail (`PrefillRunner.run`). Raise `Halted` if the engine
+        was halted. `now` is the monotonic time at which the turn began.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
@@ -272,7 +273,7 @@ class Scheduler:
         self._requests.record_ends(now)
 
     def _share_rows(self) -> None:
-        """Preempt requests of the key that holds the most rows for the next one of a key that holds fewer."""
+        """Preempt requests of the key that holds the most rows for the next request of a key that holds fewer."""
         if len({sequence.weighted_key.name for sequence in self._requests.live.values()}) < 2:
             return
         first = self._queue.find_next_unstarted()
@@ -280,7 +281,7 @@ class Scheduler:
             self.preemptor.share_rows(first, self._queue.count_free_rows())
 
     def drain_output(self) -> list[Frame]:
-        """Return the frames to send since the last call: deltas, then the ends of requests."""
+        """Return the frames to send that were produced since the last call: deltas, then the ends of requests."""
         return self._output.drain()
 
     def synchronize(self) -> None:
@@ -289,7 +290,6 @@ class Scheduler:
         self._decode.wait()
 
     def close(self) -> None:
-        """Release all prefills and batches and the holds on models, and forget all requests, because the process
-        ends."""
+        """Release all prefills, batches and holds on models, and remove all requests, because the process ends."""
         self._requests.close()
         self._batches.clear()

@@ -1,1 +1,1 @@
-"""The disk cache in the scheduler."""
+"""Use of the disk cache by the scheduler: lookup, restoration and writing of prompts."""

@@ -5,7 +5,7 @@
      └─────────────────────┘
 
 A part is the content of one file (`kv.disk.block_file`). Other rows decode between two parts. The prefill has no cache
-until all parts are restored; their bytes are within the commitment of its row. If the restoration fails, the prompt is
+until all parts are restored. The commitment of its row covers their bytes. If the restoration fails, the prompt is
 looked up again without the file that failed.
 """
 
@@ -33,13 +33,15 @@ READ_TIMEOUT_SECONDS = 0.02
 """Maximum seconds for which `DiskTier.restore_part` waits for the next part."""
 MAX_PARTS_PER_TURN = 4
 """Maximum number of parts that one call of `DiskTier.write_next` copies for the writer. Memory must have room for one
-part more."""
+more part."""
 
 
 class DiskTier:
-    """Disk tier of the prefix cache (see the module's docstring). `cache` is None if the disk cache is off. `folder`
-    may then hold files of an earlier process, which `clear` deletes; None if the engine knows no folder. `memory` is
-    asked for room before parts are copied."""
+    """Disk tier of the prefix cache (see the module's docstring).
+
+    `cache` is None if the disk cache is off. `folder` is the folder of the disk cache, from which `clear` then deletes
+    files of an earlier process; None if no folder is set. `memory` is checked for room before parts are copied.
+    """
 
     def __init__(self, cache: DiskCache | None, memory: PrefixMemory, folder: Path | None = None) -> None:
         self.cache = cache
@@ -50,11 +52,11 @@ class DiskTier:
     # prompts
 
     def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
-        """Return the number of prompt tokens that the disk provides; 0 if they are not more than the `cached` tokens of
-        the prefix in memory. Set `past.plan` to the files to read; to None if the result is 0.
+        """Find the longest prefix of a prompt on the disk, and return its length in tokens. Return 0 if it has no more
+        than the `cached` tokens of the prefix in memory.
 
-        Return 0 as well if the read would take at least as long as the prefill of the additional tokens, unless
-        `DiskCache.min_seconds` is 0.
+        Set `past.plan` to the files to read, or to None if the result is 0. Return 0 as well if the read would take at
+        least as long as the prefill of the additional tokens, unless `DiskCache.min_seconds` is 0.
         """
         past.set_plan(None)
         if self.cache is None:
@@ -73,17 +75,17 @@ class DiskTier:
         return plan.length
 
     def estimate_part_bytes(self, past: PrefixState) -> int:
-        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. They are three times
-        the mean size of a file, for the file and its arrays."""
+        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. The estimate is three
+        times the mean size of a file, for the file and its arrays."""
         plan = past.plan
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
-        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`. The
-        first call begins to read the files.
+        """Add the next part of a planned restoration to the cache, if it arrives within `READ_TIMEOUT_SECONDS`. The
+        first call starts to read the files.
 
         After the last part, start the prefill with the restored tokens. If a file was missing, invalid or stalled,
-        clear the lookup instead: the prompt must be looked up again. Do nothing without a plan.
+        clear the lookup instead; the prompt must then be looked up again. Do nothing without a plan.
         """
         plan, disk = past.plan, self.cache
         if plan is None or disk is None:
@@ -109,8 +111,8 @@ class DiskTier:
         past.record_snapshot(plan.length)
 
     def remove_restored(self, prefill: Prefill) -> None:
-        """Remove the files that a failed prefill was restored from, and the files of its snapshots, because they may be
-        the cause."""
+        """Remove the files from which a failed prefill was restored, and the files of its snapshots, because they may
+        be the cause of the failure."""
         past = prefill.past
         if self.cache is not None and past is not None:
             self.cache.remove_parts(past.restored)
@@ -121,11 +123,11 @@ class DiskTier:
 
     def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers], view: RowView | None = None) -> None:
         """Queue an entry to be written. Ignore the entry if a read would save less than `DiskCache.min_seconds` of
-        prefill. Ignore every entry if the disk cache is off or another process writes to the folder. The same applies
-        to a model whose caches the disk cannot store.
+        prefill, or if the disk cannot store the caches of the model. Ignore every entry if the disk cache is off or
+        another process writes to the folder.
 
-        `view()` returns the cache of a decoding row with the same tokens, or None once the row has ended. This cache is
-        written if the entry is evicted from memory before.
+        `view()` returns the cache of a decoding row with the same tokens, or None after the end of the row. This cache
+        is written if the entry is evicted from memory first.
         """
         if self.cache is not None:
             seconds = loaded_model.stats.estimate_prefill_seconds(entry.length)
@@ -144,12 +146,12 @@ class DiskTier:
         under the conditions of `offer`.
 
         `key` is the packed token ids of the prompt, `nbytes` the size of its cache in bytes. `view()` returns the cache
-        of the row, or None once the row has ended: the rest of the prompt is then not written.
+        of the row, or None after the end of the row; the rest of the prompt is then not written.
         """
         self.offer(loaded_model, CachedPrefix(loaded_model.name, key, None, nbytes, prompt_hash, scope=scope), view)
 
     def find_next_write(self) -> float | None:
-        """Return the monotonic time of the next call of `write_next`; None if nothing is to be written."""
+        """Return the monotonic time at which `write_next` is next due; None if nothing is to be written."""
         return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
@@ -157,7 +159,7 @@ class DiskTier:
         entry. Do nothing before a write is due; `now` is the monotonic time.
 
         Launch up to `MAX_PARTS_PER_TURN` copies if memory has no room for a second entry of the same size, because the
-        entry may soon be evicted. Memory must have room for the copies and one more part; else launch fewer, or none.
+        entry may soon be evicted. Launch fewer copies, or none, if memory has no room for them and one more part.
         `busy`: requests run, and writes are spaced out (`compute_pause_seconds`).
         """
         due = self.find_next_write()
@@ -193,15 +195,15 @@ class DiskTier:
         return replace(state, models=tuple(models[name] for name in sorted(models)[:MAX_ITEMS]))
 
     def take_lost(self) -> list[bytes]:
-        """Return the prompt hashes that are no longer cached anywhere. These were evicted from memory before, and since
-        the last call removed from the disk or dropped by the writer."""
+        """Return the hashes of prompts that are lost since the last call: neither memory nor the disk has them
+        (`DiskCache.take_lost`)."""
         return [] if self.cache is None else self.cache.take_lost()
 
     def clear(self, fingerprint: str) -> None:
-        """Delete the files of the model with this fingerprint, or of all models if it is empty, also if the disk cache
-        is off. Parts that wait to be written are dropped, also those of other models. Wait at most
-        `DISCARD_SECONDS` for a file that is being written. Raise `OSError` if files cannot be deleted,
-        `BlockingIOError` if another process writes to the folder."""
+        """Delete the files of the model with this fingerprint, or of all models if it is empty, even if the disk cache
+        is off. Drop all parts that wait to be written, even parts of other models. Wait at most `DISCARD_SECONDS` for a
+        file that is being written. Raise `OSError` if files cannot be deleted, and `BlockingIOError` if another process
+        writes to the folder."""
         if self.cache is not None:
             self.cache.clear(fingerprint)
         elif self._folder is not None:

@@ -1,15 +1,15 @@
 """Chunk policy of prefill: choose the next prompt and the size of its chunk. Pure.
 
-Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither blocks short ones nor
+Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither blocks short prompts nor
 starves. If an API key has many prompts, the choice by age is also fair between keys
-(`wire.capacity.fairness.PrefillFairness`). The size of a chunk follows from the time of earlier chunks (`ChunkPace`).
+(`wire.capacity.fairness.PrefillFairness`). The durations of earlier chunks determine the size of a chunk (`ChunkPace`).
 
 - Idle: While no row decodes, a chunk may take `IDLE_CHUNK_SECONDS`. It is bounded because a cancel takes effect between
   chunks.
-- Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. If that estimate holds, the gap
+- Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. If the estimate is right, the gap
   between two of their tokens stays below three times the undisturbed gap. The next two rules are exceptions.
-- Bursts: A prompt whose rest takes at most `FULL_PROMPT_SECONDS` is prefilled at once: one gap for each new chat, as in
-  other engines.
+- Bursts: A prompt whose rest takes at most `FULL_PROMPT_SECONDS` is prefilled at once, which causes one gap for each
+  new chat, as in other engines.
 - Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
   (`packed_prefill`). Longer forwards save little more, and the first prompt would wait for all. While rows decode, one
   packed forward merges the gaps that the prompts would have caused. The forward is shorter if fewer prompts wait than
@@ -33,20 +33,20 @@ IDLE_CHUNK_SECONDS = 1.0
 PACKED_FORWARD_SECONDS = 0.6
 """Maximum expected seconds of a forward over several prompts."""
 MIN_CHUNK_TOKENS = 4
-"""Minimum tokens of a chunk that is sized by time: prefill makes progress even if they take longer. The rest of a
-prompt may be smaller."""
+"""Minimum tokens of a chunk that is sized by time, so that a prefill makes progress even if they take longer. The rest
+of a prompt may be smaller."""
 
 MAX_CACHED_SHARE = 0.5
 """Cached share of a prompt, 0 to 1, from which the prompt is not packed. It is then prefilled alone, from its first
-token that is not cached. Below this share, a packed prefill of the whole prompt costs less. A prompt that shares as
-much of its start with another prompt is not packed with it, and finds these tokens cached later."""
+token that is not cached. Below this share, a packed prefill of the whole prompt costs less. A prompt with such a share
+in common with another prompt is not packed with it, and later finds the tokens in the prefix cache."""
 MAX_PADDING_SHARE = 0.15
 """Maximum share of padding in a forward over several prompts, 0 to 1. In the worst case, such a forward saves about
 this share of the time of separate forwards."""
 
 NEAR_PAST_TOKENS = 512
-"""Threshold of the mean number of earlier tokens to which a token of a chunk attends. From it on, the duration of the
-chunk updates `ChunkPace.far`, below it `ChunkPace.each`."""
+"""Mean number of earlier tokens to which a token of a chunk attends, from which the duration of the chunk updates
+`ChunkPace.far`. Below this number, it updates `ChunkPace.each`."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest measurement in the running mean."""
 OUTLIER_FACTOR = 4.0
@@ -56,8 +56,8 @@ RECOVERY_SECONDS = 300.0
 
 
 def update_mean(before: float, newest: float) -> float:
-    """Return the running mean after the measurement `newest`, in the unit of that measurement. `before` is the running
-    mean before; 0 for the first measurement."""
+    """Return the running mean including the measurement `newest`. `before` is the running mean without it, in the same
+    unit; 0 if `newest` is the first measurement."""
     return newest if before == 0 else before + _NEWEST_WEIGHT * (newest - before)
 
 
@@ -66,7 +66,7 @@ class PrefillSpeed:
     """Speed of prefill or decode of a model in tokens per second: running mean and best value.
 
     A node with a low measured speed gets no requests, and the measurement would therefore stay low. A video job during
-    one answer is enough to cause this. After a pause the best value counts again: the node gets requests and is
+    one answer is enough to cause this. After a pause the best value counts again, so that the node gets requests and is
     measured again.
     """
 
@@ -76,9 +76,8 @@ class PrefillSpeed:
     """Highest running mean so far."""
 
     def learn(self, newest: float) -> None:
-        """Record the measurement `newest`, in tokens per second. A higher value than `OUTLIER_FACTOR` times the mean
-        counts as that product, because the best value is never lowered. Such a value is implausible: a clock jumped, or
-        tokens were counted twice."""
+        """Record the measurement `newest`, in tokens per second. It is capped at `OUTLIER_FACTOR` times the mean,
+        because a higher value is implausible, and the best value is never lowered."""
         self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
@@ -104,17 +103,17 @@ class ChunkPace:
         return self.fixed + tokens * (self.each + self.far * (past + tokens / 2))
 
     def fit_tokens(self, seconds: float, past: int, most: int) -> int:
-        """Return the size in tokens, at most `most`, of a chunk after `past` cached tokens that takes at most
-        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer, but never above `most`."""
+        """Return the size in tokens of a chunk after `past` cached tokens that takes at most `seconds`. The size is at
+        least `MIN_CHUNK_TOKENS`, even if these take longer, but never above `most`."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
         root = math.sqrt(first * first + 2 * self.far * spare)
         return min(most, max(MIN_CHUNK_TOKENS, int(2 * spare / max(first + root, 1e-9))))
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
-        """Record that a chunk of `tokens` took `seconds`, and update one term. `fixed` does not change.
+        """Record that a chunk of `tokens` took `seconds`, and update `each` or `far`. `fixed` does not change.
 
-        `back` is the mean number of earlier tokens that a token of the chunk attended to. From `NEAR_PAST_TOKENS` on,
-        update `far`, below it `each`.
+        `back` is the mean number of earlier tokens to which a token of the chunk attended. From `NEAR_PAST_TOKENS` on,
+        `far` is updated; below, `each`.
         """
         rest = max(seconds - self.fixed, seconds / 4) / tokens
         if back < NEAR_PAST_TOKENS:
@@ -124,9 +123,10 @@ class ChunkPace:
 
 
 def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, reading: PrefillFairness) -> int:
-    """Return the index of the next prefill among `(tokens left, monotonic time of arrival, API key)`.
+    """Return the index in `waiting` of the next prefill. Each item is (remaining tokens, monotonic time of arrival, API
+    key).
 
-    `turn` counts the choices. Every second choice is the shortest prompt; `reading` makes the other choices by age and
+    `turn` counts the choices. Every second choice is the shortest prompt. `reading` makes the other choices by age and
     fairness between keys.
     """
     if turn % 2:
@@ -138,8 +138,8 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
 def compute_budget(step: float, total: float) -> float:
     """Return the seconds that the next chunk of a prompt may take.
 
-    `step` is the duration of a decode step in seconds (0: no row decodes). `total` is the seconds that the rest of the
-    prompt would take.
+    `step` is the duration of a decode step in seconds (0: no row decodes). `total` is the expected seconds of the rest
+    of the prompt.
     """
     if not step:
         return IDLE_CHUNK_SECONDS
@@ -150,7 +150,7 @@ def compute_affordable_tokens(pace: ChunkPace, left: int, past: int, step: float
     """Return the number of tokens that fit into the time of the next chunk of a prompt (`compute_budget`), from
     `MIN_CHUNK_TOKENS` to `most`.
 
-    `left` is the number of tokens that are not prefilled yet, `past` the number of prefilled tokens. `step` is the
+    `left` is the number of tokens that are not prefilled yet, and `past` the number of prefilled tokens. `step` is the
     duration of a decode step in seconds (0: no row decodes).
     """
     return pace.fit_tokens(compute_budget(step, pace.estimate_seconds(left, past)), past, most)
@@ -167,7 +167,7 @@ def compute_shared_budget(step: float, waiting: int, decoding: int) -> float:
 
 
 def select_batch(lengths: Sequence[int], most: int) -> list[int]:
-    """Return the indices of the prompts to prefill in one forward, the first prompt included. `lengths` are in tokens.
+    """Return the indices of the prompts to prefill in one forward. `lengths` are the lengths of all prompts in tokens.
 
     Several chosen prompts, padded to the longest of them, have at most `most` tokens in total. At most
     `MAX_PADDING_SHARE` of these are padding. The first prompt is always chosen, even if it is longer than `most`.

@@ -1,4 +1,4 @@
-"""Lengths of commitments: growth of a decoding row, and return of a preempted one. Pure. All lengths are in tokens."""
+"""Lengths of commitments, in tokens: growth of a decoding row, and return of a preempted row. Pure."""
 
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 
@@ -8,10 +8,10 @@ requests."""
 
 
 def compute_growth_tokens(promised: int, most: int) -> int:
-    """Return the number of tokens to commit in addition for a row that has used all `promised` tokens of its
-    commitment: 1 to `KV_GROWTH_TOKENS`.
+    """Return the number of additional tokens to commit for a row that has used all `promised` tokens of its commitment:
+    1 to `KV_GROWTH_TOKENS`.
 
-    `most` is the maximum number of tokens of the row, prompt included.
+    `most` is the maximum number of tokens of the row, including its prompt.
     """
     return max(1, min(KV_GROWTH_TOKENS, most - promised))
 
@@ -20,6 +20,6 @@ def compute_return_tokens(known: int, most: int) -> int:
     """Return the number of tokens to commit for a row that returns: its `known` tokens, and at most `KV_GROWTH_TOKENS`
     more.
 
-    `most` is the maximum number of tokens of the row, prompt included.
+    `most` is the maximum number of tokens of the row, including its prompt.
     """
     return max(known, min(known + KV_GROWTH_TOKENS, most))

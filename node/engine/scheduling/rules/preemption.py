@@ -1,12 +1,12 @@
-"""Choices of preemption: the requests that lose memory or rows, and the next one that returns. Pure.
+"""Choices of preemption: the requests that lose memory or rows, and the request that returns next. Pure.
 
 - Victim: If a row must grow and has no room, one request loses its memory. Requests without a cache and without
-  delivered tokens are chosen first, because they lose no work, then requests with a cache. Of these, the newest request
-  of the key with the most rows for its weight is chosen.
+  delivered tokens are candidates first, because they lose no work, then requests with a cache. Of the candidates, the
+  newest request of the key with the most rows for its weight is chosen.
 - Outcome: A request without room is preempted if some of its tokens were delivered, and memory may become free or
-  cannot be read now. Else it ends, and the router places it again if it was refused.
-- Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
-  free.
+  cannot be read now. Otherwise it ends. If it was refused, the router places it again.
+- Return: The oldest preempted request returns first. A request that was preempted for another key returns only while
+  rows are free.
 - Sharing: A key that holds fewer rows or bytes for its weight than another key gets rows or bytes of that key
   (`wire.capacity.fairness`).
 """
@@ -19,7 +19,7 @@ from wire.capacity.fairness import RunningRequest, WeightedKey, choose_preemptio
 
 
 class LiveRequest(Protocol):
-    """Request that has not ended, with the properties that decide about preemption."""
+    """Properties of a live request that determine its preemption."""
 
     @property
     def weighted_key(self) -> WeightedKey:
@@ -28,7 +28,7 @@ class LiveRequest(Protocol):
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
+        """Sort key that orders requests from oldest to newest: monotonic time of arrival, and number of the request."""
         ...
 
     @property
@@ -78,18 +78,18 @@ def choose_victim(live: Sequence[R]) -> R | None:
 
 
 def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> bool:
-    """Return whether to preempt a request that has no room; False: end it. The rule is "Outcome" in the module's
-    docstring.
+    """Return whether to preempt a request that has no room; if False, the request must end. The rule is "Outcome" in
+    the module's docstring.
 
-    The request must have delivered tokens, and `unreadable` or `others` must be True. `unreadable`: the memory cannot
-    be read now. `others`: another request or a recent peak may still free memory.
+    `unreadable`: the memory cannot be read now. `others`: memory may become free, because another request ends or the
+    recent peak falls. Return True if the request has delivered tokens and one of the two applies.
     """
     return request.delivered and (unreadable or others)
 
 
 def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
-    """Return the preempted request that returns next, the oldest that may; None if no request may. A request that was
-    preempted for another key may return only if its rows are within `free_rows`."""
+    """Return the oldest preempted request that may return; None if no request may. A request that was preempted for
+    another key may return only if it has at most `free_rows` rows."""
     ready = (request for request in preempted if not request.yielded or free_rows >= request.width)
     return min(ready, key=_get_age, default=None)
 

@@ -1,6 +1,6 @@
 """Order of prefills: which queued prompts get rows, and how long prompts wait to be packed. Pure.
 
-The next of several started prompts, and the size of its chunk, are chosen by `chunk_policy`.
+`chunk_policy` chooses among several started prompts, and determines the size of the chunk.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Protocol, TypeVar
 from wire.capacity.fairness import WaitingRequest, WeightedKey, compute_service_order
 
 COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
-"""Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
+"""Times for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
 `MAX_COALESCE_SECONDS`: maximum wait in total. `AFTER_BURST_SECONDS`: time after several concurrent requests during
-which waiting is worthwhile, because such clients send in bursts."""
+which prompts wait for packing, because such clients send in bursts."""
 
 
 class QueuedPrompt(Protocol):
-    """Prompt in the queue, with the properties that decide its place."""
+    """Properties of a queued prompt that determine its place in the order."""
 
     @property
     def weighted_key(self) -> WeightedKey:
@@ -50,8 +50,9 @@ def count_started_rows(queue: Sequence[QueuedPrompt]) -> int:
 def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
     """Yield the prompts that have not started, in the order in which they get rows.
 
-    Begun answers come first, then the oldest prompt of the API key with the fewest rows divided by its weight. A key's
-    rows are those of `decoding`, of its started prompts, and of the prompts that were yielded.
+    Answers that have started come first (`QueuedPrompt.answered`), then the oldest prompt of the API key with the
+    fewest rows divided by its weight. The rows of a key are its decoding rows (`decoding`) and the rows of its started
+    prompts. Rows of prompts that this function has already yielded count as well.
     """
     taken, waiting = dict(decoding), list[P]()
     for prompt in queue:
@@ -66,12 +67,11 @@ def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) ->
 
 
 def select_startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping[str, int]]) -> list[P]:
-    """Return the started prompts, which may continue, and then the prompts that may start: those next in turn for which
-    rows are free.
+    """Return the started prompts, which may continue, then the prompts that may start because rows are free.
 
-    A prompt that needs more rows than are free is not overtaken. `free_rows` is the number of rows that neither decode
-    nor belong to a started prompt.
-    `decoding()` returns the decoding rows of each API key.
+    Prompts start in service order. A prompt that needs more rows than are free is not overtaken. `free_rows` is the
+    number of rows that neither decode nor belong to a started prompt. `decoding()` returns the number of decoding rows
+    of each API key.
     """
     found = [prompt for prompt in queue if prompt.started]
     if free_rows > 0 and len(found) < len(queue):
@@ -84,7 +84,7 @@ def select_startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], 
 
 
 def compute_packing_time(arrivals: Sequence[float], crowded_at: float) -> float:
-    """Return the time until which prompts wait for packing; 0.0 without a wait.
+    """Return the time until which prompts wait for packing; 0.0 if they do not wait.
 
     `arrivals` are the times at which the prompts arrived. `crowded_at` is the time at which several requests were last
     live. All times are monotonic seconds.

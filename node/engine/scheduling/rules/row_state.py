@@ -1,4 +1,4 @@
-"""State machine of a row, as data: an answer from its admission to its last token. Pure.
+"""State machine of a row, as data, from its admission to its last token. Pure.
 
     waiting ──first chunk──► prefill ──last chunk──► join ──joined──► decode ──finished──► ended
        ▲                        └───────restarted───────┘                │
@@ -9,11 +9,11 @@
 resumed after its last token goes from `waiting` to `ended`.
 
 Rules
-- A row in `waiting` holds no cache. A row in `prefill` or `join` has a cache that other rows of its request may share.
+- A row in `waiting` has no cache. A row in `prefill` or `join` has a cache that other rows of its request may share.
 - A row in `decode` is in exactly one decode batch. The invariants (`node.engine.scheduling.invariants`) compare states
   with prefills, batches and commitments.
-- A row is in `rebuild` only within one call: it then waits again, or its request fails.
-- A refusal of the gate is no event: the row stays where it is and retries.
+- A row is in `rebuild` only within one call, after which it waits again or its request has failed.
+- A refusal of the gate is not an event: the row keeps its state, and its work is tried again.
 - `ended` is final. An illegal event is an error of this program. It ends that request, never the process.
 """
 
@@ -47,9 +47,9 @@ class RowEvent(StrEnum):
     CHUNK = "chunk"
     """The forward of a prefill chunk begins, a packed prefill has ended, or the cache was restored from the disk."""
     PREFILLED = "prefilled"
-    """All known tokens of the row are prefilled: its prompt, and the generated ones if it was resumed or preempted."""
+    """All known tokens of the row are prefilled: its prompt, and its generated tokens after a resume or preemption."""
     RESTARTED = "restarted"
-    """The row's prefill is discarded and begins again at the first token."""
+    """The row's prefill is discarded and starts again at the first token."""
     JOINED = "joined"
     """The row has joined a decode batch."""
     FINISHED = "finished"
@@ -63,7 +63,7 @@ class RowEvent(StrEnum):
     BATCH_BROKEN = "batch broken"
     """The row's decode batch is discarded after an exception."""
     REQUEUED = "requeued"
-    """The prefill of all known tokens of the row is queued, after its batch broke."""
+    """The prefill of all known tokens of the row is queued again, because its batch broke."""
 
 
 _W, _P, _J, _D = RowState.WAITING, RowState.PREFILL, RowState.JOIN, RowState.DECODE
@@ -86,7 +86,8 @@ resumed answer whose last token another node has generated."""
 
 
 def step(state: RowState, event: RowEvent) -> RowState:
-    """Return the state of a row after an event. Raise `IllegalEventError` if the event is illegal in its state."""
+    """Return the state that follows `state` after an event. Raise `IllegalEventError` if the event is illegal in
+    `state`."""
     after = TABLE[event].get(state)
     if after is None:
         raise IllegalEventError(f"the event {event} is illegal for a row in the state {state}")

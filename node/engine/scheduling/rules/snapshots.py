@@ -2,12 +2,12 @@
 
 - Turns: After the last end-of-turn token. The user's message is the last part that the next turn's prompt is sure to
   repeat. The rest (start of the answer, reasoning markers) belongs to the template, and templates change it.
-- Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
-  system prompt. The third such request finds the snapshot.
+- Branches: At the end of the prefix shared with a stored prompt. This prefix is most likely a system prompt that more
+  requests will share. The third such request finds the snapshot.
 - System prompts: After a system prompt that all keys share.
 - Long prompts: After each `LONG_SNAPSHOT_TOKENS` that took at least `LONG_SNAPSHOT_SECONDS`. A prompt that differs
-  later, or a prefill that is interrupted, does not start again at its first token. A prompt has at most the newest
-  `MAX_LONG_SNAPSHOTS` of these.
+  later, or an interrupted prefill, then need not start again at its first token. Only the newest `MAX_LONG_SNAPSHOTS`
+  of these are kept for a prompt.
 """
 
 from collections.abc import Collection
@@ -15,9 +15,9 @@ from collections.abc import Collection
 from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
 
 TURN_END_TOKENS = 64
-"""Number of tokens at a prompt's end in which the last end-of-turn token is searched."""
+"""Number of tokens at the end of a prompt among which the last end-of-turn token is searched."""
 MAX_TEMPLATE_TOKENS = 8
-"""Tokens that a template may append to the user's message where no token ends a turn."""
+"""Assumed number of tokens that the template appends to the user's message, if no end-of-turn token is found."""
 MIN_SNAPSHOT_TOKENS = 64
 """Minimum tokens of a shared prefix beyond the cached tokens for a snapshot at its end."""
 
@@ -26,7 +26,7 @@ LONG_SNAPSHOT_TOKENS = 2048
 LONG_SNAPSHOT_SECONDS = 2.0
 """Minimum seconds of prefill between two snapshots of a long prompt."""
 MAX_LONG_SNAPSHOTS = 4
-"""Maximum number of stored snapshots of one long prompt: the newest ones."""
+"""Maximum number of stored snapshots of one long prompt. The oldest snapshot is removed first."""
 
 
 def is_long_snapshot_due(tokens: int, seconds: float) -> bool:
@@ -42,8 +42,8 @@ def choose_snapshot_positions(
     snapshot. The module's docstring states the rules; the rule for long prompts is `is_long_snapshot_due`.
 
     `cached` tokens of the prompt are cached; the positions are beyond these, from `MIN_PREFIX_TOKENS` on. The prompt
-    shares its first `shared` tokens with some stored sequence. Its first `system` tokens are a system prompt of all
-    keys; 0: it has none.
+    shares its first `shared` tokens with some stored sequence. Its first `system` tokens are a system prompt that all
+    keys share; 0: none.
     """
     most = len(ids) - 1
     ends = (place for place in range(most, max(0, most - TURN_END_TOKENS), -1) if ids[place - 1] in eos)
