@@ -1,1 +1,1 @@
-"""Scripted engine: real frames, admission and pace without a model."""
+"""Scripted engine: real frames, admission and scheduling with a simulated model."""

@@ -1,8 +1,8 @@
-"""Prompt counts and answers of the scripted model: a pure function of prompt, choice, position and time.
+"""Prompt counts and answers of the scripted model: pure functions of prompt, choice, position and time.
 
-A prompt has one token per word (separated by white space, also in the JSON of its tools) and four per message. The
+A prompt has one token per word (separated by white space, even in the JSON of its tools) and four per message. The
 count is therefore exact and easy to verify. The id of an answer's token is its position from 0. In an answer of fixed
-words, the index of the choice is added.
+words, the index of the choice is added to the id.
 """
 
 import re
@@ -24,7 +24,8 @@ occaecat cupidatat non proident sunt in culpa qui officia deserunt mollit anim i
 WORDS = tuple(_LOREM.split())
 
 TokenSource = Callable[[int, float], tuple[int, str]]
-"""Source of an answer's tokens: `(position, now) → (id, text)`. `now` is in monotonic seconds."""
+"""Function `(position, now) → (id, text)` that returns the token at a position of an answer. `now` is in monotonic
+seconds."""
 
 
 def count_prompt_tokens(request: Generate) -> int:
@@ -47,8 +48,8 @@ def count_tokens(messages: Sequence[Message], tools: str = "") -> int:
 
 
 def count_words(text: str) -> int:
-    """Return the number of words of a text. A list of all words of 8 MiB would be 30 times as large as the text, which
-    is therefore counted slice by slice."""
+    """Return the number of words of a text. The words are counted slice by slice, because a list of all words of 8 MiB
+    would be 30 times as large as the text."""
     total = 0
     for start in range(0, len(text), _SLICE):
         piece = text[start : start + _SLICE]
@@ -64,8 +65,8 @@ def contains_word(messages: Sequence[Message], word: str) -> bool:
 
 
 def split_echo(messages: Sequence[Message]) -> list[str]:
-    """Return the texts of the tokens of an echo: the last user message in pieces. Joined, they are exactly that
-    message; without one, the result is one empty text."""
+    """Return the texts of the tokens of an echo, which concatenated are exactly the last user message. Return one empty
+    text if there is no user message."""
     last = next((message.content for message in reversed(messages) if message.role == "user"), "")
     return _PIECE.findall(last) or [""]
 
@@ -81,8 +82,8 @@ def create_word_source(choice: int) -> TokenSource:
 
 
 def create_echo_source(pieces: Sequence[str]) -> TokenSource:
-    """Return the source of an answer that consists of these pieces. A position beyond the last piece raises
-    `IndexError`."""
+    """Return the source of an answer that consists of `pieces`, one per token. It raises `IndexError` for a position
+    beyond the last piece."""
 
     def get_token(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]
@@ -91,8 +92,8 @@ def create_echo_source(pieces: Sequence[str]) -> TokenSource:
 
 
 def make_clock_token(position: int, now: float) -> tuple[int, str]:
-    """Return id and text of the token at `position`: the position, and the monotonic time `now` (in seconds) as ns.
+    """Return the token at `position`: the position as its id, and the monotonic time `now` (seconds) in ns as its text.
 
-    A client measures the delay from the engine with this text.
+    With this text, a client measures the delay since the engine produced the token.
     """
     return position, f"{round(now * 1e9)} "

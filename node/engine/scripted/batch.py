@@ -1,7 +1,6 @@
 """Batch of the scripted engine: prefill, join, decode and growth of its requests, each through the gate.
 
-The choices are those of the text engine (`node.engine.scheduling.rules`), and none is made here. `turns` sets the
-times.
+The rules of the text engine (`node.engine.scheduling.rules`) make all choices. `turns` determines the times.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +21,9 @@ from wire.refusals import RefusalCode, Refused
 class ScriptedBatch:
     """Prefills, joins, decode steps and growth of the scripted engine's requests in `table`.
 
-    `crash(number)` ends the process in the first decode step of a request that must crash. With `silent_joins` a
-    prefill returns no token. `forwards` counts prefills and joins, `steps` decode steps of all rows together, and
-    `prefill_tokens` prefilled tokens. `now` is in monotonic seconds.
+    `crash(number)` is called in the first decode step of a request that must crash, and ends the process. With
+    `silent_joins`, a prefill returns no token. `forwards` counts prefills and joins, `steps` decode steps over all
+    rows, and `prefill_tokens` prefilled tokens. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class ScriptedBatch:
     def has_room(self, chunk: PrefillChunk, now: float) -> bool:
         """Check the gate for a prefill, and count its forward. Return False if the gate refuses it.
 
-        The first prompt of the chunk then waits. The newest waiting request loses its memory if the memory cannot be
-        read, or if no request can continue and no recent peak will end.
+        The first prompt of the chunk then waits. The newest waiting request is preempted or ended if the memory cannot
+        be read. This also happens if no request can continue and the recent peak will not fall.
         """
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:
@@ -83,7 +82,7 @@ class ScriptedBatch:
         deltas: list[Delta] = []
         ends: list[Frame] = []
         for member in chunk.members:
-            if member not in self._table.queue:  # it was cancelled or preempted meanwhile
+            if member not in self._table.queue:  # cancelled or preempted since the start of the turn
                 continue
             member.start()
             tokens = member.left if chunk.packed else min(member.left, chunk.tokens * turns)
@@ -112,7 +111,8 @@ class ScriptedBatch:
     # decode
 
     def grow(self, now: float) -> list[Frame]:
-        """Extend the commitment of each row that has used all of it. Return the ends of requests without room."""
+        """Extend the commitment of each row that has used all of it. Return the final frames of requests that ended for
+        lack of memory."""
         for sequence in list(self._table.running):
             for row in sequence.list_active_rows():
                 if row.commitment.is_joined and row.commitment.stored_tokens >= row.commitment.committed_tokens:
@@ -120,8 +120,8 @@ class ScriptedBatch:
         return self._preemptor.drain_ends()
 
     def _extend(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> None:
-        """Extend a row's commitment. Until the tokens fit, other requests lose their memory, or its own request does.
-        While the memory is unreadable rows continue to grow, because only new work is refused for that."""
+        """Extend a row's commitment. Until the tokens fit, preempt or end other requests, or the row's own request.
+        While the memory is unreadable, rows continue to grow, because only new work is refused for that."""
         commitment, ledger = row.commitment, sequence.ledger
         more = compute_growth_tokens(commitment.committed_tokens, sequence.shape.prompt + sequence.shape.limit)
         while sequence in self._table.running:
@@ -133,8 +133,8 @@ class ScriptedBatch:
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
     def count_steady_steps(self) -> int:
-        """Return how many decode steps may be computed at once. Only in the last of them may a row end, send tokens or
-        use up its commitment. At least one row must decode."""
+        """Return the number of decode steps that may be computed at once. No row may end, send tokens or use up its
+        commitment before the last of them. At least one row must decode."""
         return min(
             min(row.count_steps_left(request.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
             for request in self._table.running
@@ -142,10 +142,10 @@ class ScriptedBatch:
         )
 
     def decode(self, steps: int, now: float) -> list[Frame]:
-        """Decode `steps` tokens for every row, fewer for a row whose answer ends.
+        """Decode `steps` tokens for every row, or fewer for a row whose answer ends.
 
-        Return the frames: deltas of the rows whose tokens are due, then the ends of requests. Tokens that are not due
-        wait for a later `decode` or `flush`.
+        Return the frames to send: deltas of the rows whose tokens are due, then the ends of requests. Tokens that are
+        not due are sent after a later `decode` or `flush`.
         """
         deltas: list[Delta] = []
         ends: list[Frame] = []

@@ -1,4 +1,4 @@
-"""Assembly of the scripted engine: constructs the parts that compute its turns, and connects them."""
+"""Composition of the scripted engine: construct the parts that compute its turns, and connect them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -35,10 +35,10 @@ def build_turns(
     leap: bool,
     crash: Callable[[int], None] = _ignore_call,
 ) -> TurnParts:
-    """Return the turns of an engine that decodes at most `rows` rows at once.
+    """Construct the turns of an engine that decodes at most `rows` rows at once. Return them with their parts.
 
-    With `leap`, equal turns are computed at once. `crash(number)` is called in the first decode step of a request that
-    ends the process.
+    `costs` are the durations of forwards. With `leap`, equal turns are computed at once. `crash(number)` is called in
+    the first decode step of a request that must crash.
     """
     table = ScriptedTable(rows)
     preemptor = ScriptedPreemptor(table, memory)

@@ -11,12 +11,12 @@ from node.engine.scheduling.rules.chunk_policy import ChunkPace
 
 
 class DecodeLoad(NamedTuple):
-    """Decoding rows of one model."""
+    """Number and tokens of the decoding rows of one model."""
 
     rows: int
-    """Number of the rows."""
+    """Number of decoding rows."""
     tokens: int
-    """Committed tokens of all these rows."""
+    """Sum of the committed tokens of these rows."""
 
 
 class EngineCosts(Protocol):
@@ -29,11 +29,11 @@ class EngineCosts(Protocol):
         ...
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return the pace of a model's prefill chunks, from which their durations follow."""
+        """Return the pace of a model's prefill chunks, which determines their durations."""
         ...
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
-        """Return the seconds of a decode step of all rows, given by model; there is at least one row."""
+        """Return the seconds of a decode step of all rows. `loads` has the decoding rows by model, at least one."""
         ...
 
 
@@ -54,5 +54,5 @@ class FixedCosts:
         return ChunkPace()
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
-        """Return the seconds of a decode step."""
+        """Return `step`, the seconds of any decode step."""
         return self.step

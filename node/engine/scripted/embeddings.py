@@ -1,8 +1,8 @@
-"""Embeddings and scores of the scripted engine. They follow from the words of a text, and pass admission and the gate.
+"""Embeddings and scores of the scripted engine, computed from the words of a text, with admission and the gate.
 
-The vector of a word follows from its hash. The vector of a text is the sum over its words, scaled to the length 1.
-Equal texts have equal vectors, and texts with common words similar ones. The score of a document is the number of
-different words in both document and query, divided by the number in either. A forward takes no time.
+The vector of a word is derived from its hash. The vector of a text is the sum over its words, scaled to the length 1.
+Equal texts have equal vectors, and texts with common words have similar vectors. The score of a document is the number
+of different words in both document and query, divided by the number in either. A forward takes no time.
 """
 
 import hashlib
@@ -22,9 +22,12 @@ _RANGE = 2**31
 
 
 class ScriptedEmbeddings:
-    """Requests for embeddings and scores of the scripted engine, whose model is of the kind `kind` and computes
-    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text. `now` is in monotonic seconds.
-    `forwards` counts the requests that were computed, each in one forward."""
+    """Requests for embeddings and scores of the scripted engine.
+
+    `model` and `kind` are the name and the kind of its model, and `dimensions` the length of its vectors. A text has at
+    most `max_tokens` tokens. `now` is in monotonic seconds in all methods. `forwards` counts the computed requests,
+    each of which takes one forward.
+    """
 
     def __init__(self, memory: ScriptedMemory, model: str, kind: ModelKind, dimensions: int, max_tokens: int) -> None:
         self._memory = memory
@@ -74,12 +77,12 @@ class ScriptedEmbeddings:
         return None
 
     def cancel(self, number: int) -> bool:
-        """Cancel a request; return whether it was waiting."""
+        """Cancel the request with this number. Return False if it is not waiting."""
         return self._waiting.pop(number, None) is not None
 
     def step(self, now: float) -> list[Frame]:
-        """Run the forwards of all waiting requests through the gate, and end these requests. Return the frames to send:
-        the vectors and `Finished`, or `Refusal`, for each request."""
+        """Run the forwards of all waiting requests through the gate, and end these requests. Return the frames to send
+        for each request: its vectors and `Finished`, or `Refusal`."""
         frames: list[Frame] = []
         for number, (request, tokens, arrived) in list(self._waiting.items()):
             del self._waiting[number]
@@ -105,7 +108,7 @@ class ScriptedEmbeddings:
 
 
 def _count_tokens(request: Embed) -> list[int]:
-    """Return the tokens of each text. Those of a document include the query."""
+    """Return the number of tokens of each text, for a document including the query."""
     query, most = count_words(request.query), request.max_tokens or sys.maxsize
     lengths = [query + min(most, max(1, count_words(text))) for text in request.texts]
     return [len(ids) for ids in request.ids] + lengths
@@ -120,6 +123,6 @@ def _list_words(request: Embed, most: int) -> list[list[str]]:
 
 
 def _hash_word(word: str, count: int) -> tuple[float, ...]:
-    """Return `count` numbers from -1 to 1 that follow from a word."""
+    """Return `count` numbers from -1 to 1 that are derived from the hash of a word."""
     raw = hashlib.shake_128(word.encode()).digest(count * 4)
     return tuple(value / _RANGE for value in struct.unpack(f"<{count}i", raw))

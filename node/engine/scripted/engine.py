@@ -1,25 +1,26 @@
-"""Scripted engine: real frames, real admission and real pace with a simulated model.
+"""Scripted engine: real frames, admission and scheduling with a simulated model.
 
 Forwards, weights and memory readings are simulated. Ledger, gate and the rules of admission, scheduling and preemption
 are those of the text engine. Rows are committed before they start, and every prefill, join and growth passes the gate.
-A decode step serves all rows at once. The next turn begins at the time at which the last one was due to end, so that
+A decode step serves all rows at once. The next turn begins at the time at which the last turn was due to end, so that
 delays do not add up. The engine has no clock and no socket; `loop` drives it.
 
     Generate ─► preflight ─► waiting ─► prefill, join ─► rows in decode ─► Finished
                    └ Refusal      └ Refusal                 └ Failed (no room to grow)
 
-Every request ends in exactly one of the three frames, unless it is cancelled: it then gets no further frame. A `Cancel`
-that overtakes its `Generate` is remembered, and the `Generate` is ignored.
+Every request ends with exactly one of the three frames, unless it is cancelled: it then gets no further frame. If a
+`Cancel` arrives before its `Generate`, its number is recorded, and the `Generate` is ignored.
 
-With the default costs (`FixedCosts`), a prefill takes no time and returns no token; the first token comes with the
-row's first decode step. A row that has used its commitment requests up to `KV_GROWTH_TOKENS` more tokens. If the gate
-refuses, a request is preempted or ends by the rules of the text engine.
+With the default costs (`FixedCosts`), a prefill takes no time and returns no token; a row's first decode step returns
+its first token. The commitment of a row that has used all of it is extended by up to `KV_GROWTH_TOKENS` tokens. If the
+gate refuses, a request is preempted or ends by the rules of the text engine.
 
 Parts
 - `turns`: the turns as a function of time, with the durations of `costs`. The simulation drives the same turns.
 - `batch`, `prefills`, `preemption`: the work of a turn. Their rules are those of the text engine.
 - `embeddings`: requests for embeddings, which have no rows.
-- `table`, `sequence`: the live requests. `memory`: the gate and the commitments. `requests`, `answers`: the script.
+- `table`, `sequence`: the live requests. `memory`: the gate and the commitments.
+- `requests`, `answers`: the sizes, answers, refusals and crashes that the settings and the prompts determine.
 """
 
 from msgspec.structs import replace
@@ -62,15 +63,16 @@ from wire.report import EngineCounters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
 PREFILL_SPEED = 100_000.0
-"""Tokens per second reported for prefills, which take no time: the router divides by this number."""
+"""Tokens per second reported for prefills, which take no time. The number is finite and above 0, because the router
+divides by it."""
 
 
 class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
-    A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
-    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. `now` is in monotonic seconds
-    in all methods. Raise `ValueError` if a size in the settings is invalid.
+    A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: the
+    durations in the settings. `gate` is the memory gate; None: a new gate. `table` has the live requests. `now` is in
+    monotonic seconds in all methods. Raise `ValueError` if a size in the settings is invalid.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class ScriptedEngine:
 
     @property
     def loads(self) -> int:
-        """0, because the model is always loaded."""
+        """Number of model loads: always 0, because the model is always loaded."""
         return 0
 
     def prepare(self, frame: Frame) -> Work | None:
@@ -112,7 +114,7 @@ class ScriptedEngine:
 
     def handle(self, work: Work, now: float) -> list[Frame]:
         """Process one frame at the monotonic time `now`. Return its immediate answers, such as `Admitted`, `Refusal` or
-        the end of an order; an empty list without one."""
+        the end of an order; an empty list if there is none."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Embed):
@@ -135,14 +137,14 @@ class ScriptedEngine:
 
     def step(self, now: float) -> list[list[Frame]]:
         """Record the turn that has ended: one token of every row, and a prefill. Begin the next turn, and answer all
-        waiting requests for embeddings. Return the frames to send, in one list."""
+        waiting requests for embeddings. Return one list with all frames to send."""
         frames = [*self._turns.step(now), *self._embeddings.step(now)]
         self._memory.observe(now)
         return [frames]
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring
-        work."""
+        """Return the monotonic time of the next step, or without work the time at which the recent peak falls. Return
+        None if the next step needs a frame first."""
         if len(self._embeddings):
             return now
         following = self._turns.next_at(now)
@@ -153,7 +155,7 @@ class ScriptedEngine:
         return None
 
     def report(self, now: float) -> EngineReport:
-        """Return the state of the engine at the monotonic time `now`."""
+        """Return the state of the engine for the agent at the monotonic time `now`."""
         batch, table, gate = self._batch, self.table, self.gate
         return EngineReport(
             self._memory.read(now),
@@ -252,8 +254,8 @@ class ScriptedEngine:
         return preflight.refuse_without_room(shape, memory, model, cost, self.gate)
 
     def _read_offered_memory(self, key: str, now: float) -> Memory:
-        """Return a reading of the memory as offered to a new request of an API key. The bytes that preempted requests
-        need first count as reserved."""
+        """Return a reading of the memory as offered to a new request of an API key. Bytes that a preempted request
+        needs first count as reserved."""
         memory, wanted = self._memory.read(now), self._preemptor.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
@@ -271,8 +273,8 @@ class ScriptedEngine:
             del self._cancelled[next(iter(self._cancelled))]
 
     def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
-        """Carry out an order of the agent to free memory: at the level `OVER_HARD`, end the newest running request. No
-        other memory can be freed."""
+        """Perform an order of the agent to free memory: at the level `OVER_HARD`, end the newest request that has
+        tokens in a cache. No other memory can be freed."""
         self._enforced = order.poll
         newest = self._batch.find_newest()
         if order.level < MemoryLevel.OVER_HARD or newest is None:
@@ -316,5 +318,5 @@ def _get_kind(settings: ScriptedSettings) -> ModelKind:
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> ScriptedEngine:
-    """Return the scripted engine for these settings. Raise `ValueError` if one of its sizes is invalid."""
+    """Return the scripted engine for these settings. Raise `ValueError` if a size in the settings is invalid."""
     return ScriptedEngine(settings.engine.scripted, recorder)

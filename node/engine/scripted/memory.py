@@ -8,8 +8,11 @@ from wire.report import KvParameters, Memory
 
 
 class ScriptedMemory:
-    """Memory of a simulated model, its `ledger` of commitments and its `gate`. `weights` and `total`, the RAM, are in
-    bytes. `kv_per_token` are the bytes of a token of a row. `now` is in monotonic seconds in all methods."""
+    """Memory of a simulated model, with its `ledger` of commitments and its `gate`.
+
+    `weights` and `total`, the RAM, are in bytes. `kv_per_token` is the KV bytes of a token. `now` is in monotonic
+    seconds in all methods.
+    """
 
     def __init__(self, weights: int, total: int, kv_per_token: int, gate: MemoryGate) -> None:
         self.gate = gate
@@ -19,7 +22,7 @@ class ScriptedMemory:
         self._recent = RecentPeak()
 
     def read(self, now: float) -> Memory:
-        """Return the memory at the monotonic time `now`, with the limits in force."""
+        """Return a simulated reading of the memory at the monotonic time `now`, with the limits in force."""
         active = self._compute_active_bytes()
         use = MlxCounters(active, self._recent.find_highest(now), self.ledger.compute_reserved_bytes())
         return self.gate.build_memory(use, MemoryReading(active, "scripted", now), self._total, now)
@@ -34,7 +37,7 @@ class ScriptedMemory:
         self._recent = self._recent.with_reading(self._compute_active_bytes(), now)
 
     def restart_peak(self, now: float) -> None:
-        """Restart the recent peak at the memory now, because memory was freed."""
+        """Restart the recent peak at the current memory, because memory was freed."""
         self._recent = RecentPeak().with_reading(self._compute_active_bytes(), now)
 
     def compute_peak_expiry(self, now: float) -> float | None:

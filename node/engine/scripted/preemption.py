@@ -1,6 +1,6 @@
-"""Preemption in the scripted engine: release the memory of chosen requests, and return them once there is room.
+"""Preemption in the scripted engine: release the memory of chosen requests, and let them continue when there is room.
 
-The choices are those of the text engine (`node.engine.scheduling.rules.preemption`).
+The rules of the text engine (`node.engine.scheduling.rules.preemption`) choose the requests.
 """
 
 from typing import Protocol
@@ -21,10 +21,10 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 
 
 class BatchMemory(Protocol):
-    """Memory of the scripted engine's requests, behind the gate. `now` is in monotonic seconds in all methods."""
+    """Interface of the memory of a scripted engine, with its gate. `now` is in monotonic seconds in all methods."""
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Check for `estimate` bytes in addition to the commitments. Return the refusal; None if they fit."""
+        """Check the gate for `estimate` bytes in addition to the commitments. Return the refusal; None if they fit."""
         ...
 
     def observe(self, now: float) -> None:
@@ -37,8 +37,8 @@ class BatchMemory(Protocol):
 
 
 class ScriptedPreemptor:
-    """Preemptor of the scripted engine: preempts or ends requests for lack of memory or rows, and queues preempted ones
-    again.
+    """Preemptor of the scripted engine: preempts or ends requests for lack of memory or rows, and queues preempted
+    requests again.
 
     `preemptions` counts preemptions of requests. `now` is in monotonic seconds in all methods.
     """
@@ -52,7 +52,7 @@ class ScriptedPreemptor:
         self.preemptions = 0
 
     def drain_ends(self) -> list[Frame]:
-        """Return the frames of the requests that ended here since the last call."""
+        """Return the final frames of the requests that `end` has ended since the last call."""
         ends, self._ends = self._ends, []
         return ends
 
@@ -62,7 +62,7 @@ class ScriptedPreemptor:
         """Preempt or end one request for a row of `sequence` that must grow: the choice of `choose_victim`, or
         `sequence` itself if there is no choice.
 
-        `release_memory` states when a request ends.
+        `release_memory` describes when the request ends and when it is preempted.
         """
         self.release_memory(choose_victim(self._table.list_active()) or sequence, refused, now)
 
@@ -80,8 +80,8 @@ class ScriptedPreemptor:
             self.end(sequence, refused, FailureCode.NO_HEADROOM, now)
 
     def _may_free_memory(self, waiting: int, now: float) -> bool:
-        """Return whether memory may become free: more requests are live than the `waiting` ones, or the recent peak
-        falls."""
+        """Return whether memory may become free: more than `waiting` requests are live, or the recent peak will
+        fall."""
         return len(self._table) > waiting or self._memory.compute_peak_expiry(now) is not None
 
     def preempt(self, sequence: ScriptedSequence, *, for_key: bool) -> None:
@@ -96,10 +96,8 @@ class ScriptedPreemptor:
         self.preemptions += 1
 
     def end(self, sequence: ScriptedSequence, refused: Refused, code: str, now: float) -> None:
-        """End a request for lack of memory: as refused if none of its tokens was delivered, else as failed with `code`.
-
-        `drain_ends` returns its last frame.
-        """
+        """End a request for lack of memory. It is refused with `refused` if none of its tokens was delivered, otherwise
+        it fails with `code`, a `FailureCode`. `drain_ends` returns its final frame."""
         self.drop(sequence, now)
         if sequence.delivered:
             self._ends.append(Failed(sequence.number, code, refused.message))
@@ -107,7 +105,7 @@ class ScriptedPreemptor:
             self._ends.append(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def drop(self, sequence: ScriptedSequence, now: float) -> None:
-        """Remove a request in any state and release its memory."""
+        """Remove a request in any state and release its memory, without a frame for its end."""
         self._release(sequence)
         self._table.remove(sequence, now)
 
@@ -121,8 +119,8 @@ class ScriptedPreemptor:
     def share_rows(self, first: ScriptedSequence) -> None:
         """Preempt requests of other keys until enough rows are free for `first`, the next prompt.
 
-        The newest request of the key with most rows for its weight is preempted first. None is preempted if enough rows
-        are free, or if fair shares do not allow enough preemptions.
+        The newest request of the key with the most rows for its weight is preempted first. No request is preempted if
+        enough rows are free, or if fair shares do not allow enough preemptions.
         """
         holding = [(request, self._count_held_rows(request)) for request in self._table.list_active()]
         missing = first.width - self._table.count_free_rows()
@@ -136,8 +134,8 @@ class ScriptedPreemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that a preempted request needs to continue: the oldest one that precedes a new request of
-        the API key `key`. Return 0 if no preempted request does.
+        """Return the bytes that the oldest preempted request that precedes a new request of the API key `key` needs to
+        continue. Return 0 if there is no such request.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.
@@ -146,11 +144,11 @@ class ScriptedPreemptor:
         return 0 if oldest is None else _compute_needed_bytes(oldest)
 
     def return_next(self, now: float) -> None:
-        """Return the oldest preempted request to the queue if the gate passes it.
+        """Queue the oldest preempted request again if the gate passes it. `now` is the monotonic time.
 
         At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
-        only while all of its rows are free. A request without room ends if no memory may become free, but never because
-        the memory is unreadable.
+        only while enough rows are free. A request without room ends if no memory may become free, but never because the
+        memory is unreadable.
         """
         if not self._table.preempted or now < self.return_at:
             return
@@ -160,8 +158,8 @@ class ScriptedPreemptor:
             self._return(sequence, now)
 
     def _return(self, sequence: ScriptedSequence, now: float) -> None:
-        """Queue a preempted request again if there is room; end it if the memory is readable and none may become
-        free."""
+        """Queue a preempted request again if there is room. End the request if the memory can be read, but no memory
+        may become free."""
         refused = self._memory.check(GateSite.PREFLIGHT, now, _compute_needed_bytes(sequence))
         if refused is None:
             for row in sequence.list_active_rows():

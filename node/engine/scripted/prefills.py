@@ -51,7 +51,8 @@ class PrefillChunk(NamedTuple):
 
 
 class ScriptedPrefills:
-    """Choices of the next prefills. `chunk`: maximum tokens of a forward. `now` is in monotonic seconds."""
+    """Choices of the next prefills. `chunk`: maximum tokens of a forward. `now` is in monotonic seconds in all
+    methods."""
 
     def __init__(self, table: ScriptedTable, costs: EngineCosts, chunk: int) -> None:
         self._table = table
@@ -61,9 +62,8 @@ class ScriptedPrefills:
         self._fairness = PrefillFairness()
 
     def next_free(self, now: float) -> ScriptedSequence | None:
-        """Return the next request whose prefill takes no time. Return None if there is none, or if the batch has no
-        room for it at this time.
-        """
+        """Return the next request whose prefill takes no time. Return None if prefills take time, no request is queued,
+        or no queued request may start now."""
         table = self._table
         if not self._costs.free_prefill or not table.queue or table.rows >= table.most:
             return None
@@ -72,7 +72,7 @@ class ScriptedPrefills:
         return next(iter(self.list_choices(now)), None)
 
     def next_unstarted(self) -> ScriptedSequence | None:
-        """Return the next prompt that gets rows in the decode batch; None if all prompts have started."""
+        """Return the prompt that gets rows in the decode batch next; None if all prompts have started."""
         return next(iterate_in_service_order(self._table.queue, self._table.count_rows_by_key()), None)
 
     def list_choices(self, now: float) -> list[ScriptedSequence]:
@@ -85,7 +85,7 @@ class ScriptedPrefills:
         return [request for request in found if request.retry_at <= now]
 
     def compute_packing_time(self, choices: Sequence[ScriptedSequence]) -> float:
-        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait."""
+        """Return the monotonic time until which `choices` wait for packing; 0.0 if they do not wait."""
         table = self._table
         if (
             table.rows
@@ -101,9 +101,9 @@ class ScriptedPrefills:
         """Return the prefills of the next turns, and the number of these turns.
 
         Without `leap`, return one prefill and 1. With `leap`, return one prefill that repeats in all these turns, or
-        two that alternate. No prompt is complete before the last of these turns, and no chunk or choice would differ
-        from single turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices` must not be
-        empty.
+        two prefills that alternate. No prompt is complete before the last of these turns, and all chunks and choices
+        equal those of single turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices`
+        must not be empty.
         """
         first = self._build_chunk(self._choose_prompt(choices, 1), choices, step)
         if not leap or first.completes:
@@ -132,7 +132,7 @@ class ScriptedPrefills:
         rounds = min(self._count_equal_chunks(chunk, step) for chunk in (first, second))
         shorter, longer = sorted((first, second), key=lambda chunk: chunk.members[0].left)
         lead = longer.members[0].left - shorter.members[0].left
-        if longer is first:  # the shorter one is chosen after a chunk of the longer one
+        if longer is first:  # the shorter prompt is chosen after a chunk of the longer prompt
             lead -= longer.tokens
         if lead <= 0:
             return 0
@@ -152,7 +152,7 @@ class ScriptedPrefills:
         return max(Counter(choice.weighted_key.name for choice in choices).values()) > CROWDED_PROMPTS
 
     def _choose_prompt(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
-        """Return the prompt of the turn that is `ahead` turns after the last one."""
+        """Return the prompt of the turn that is `ahead` turns after the last turn."""
         shown = [(choice.left, choice.arrived, choice.weighted_key) for choice in choices]
         return choices[next_prefill(shown, self._turn + ahead, self._fairness)]
 
@@ -187,11 +187,11 @@ class ScriptedPrefills:
         return [members[place] for place in select_batch([member.length - 1 for member in members], most)]
 
     def count_turns(self, turns: int) -> None:
-        """Count turns with a prefill, which decide between the shortest and the oldest prompt."""
+        """Count turns with a prefill, because turns alternate between the shortest and the oldest prompt."""
         self._turn += turns
 
     def count_prefilled(self, sequence: ScriptedSequence, tokens: int) -> None:
-        """Count prefilled tokens for the fairness between keys."""
+        """Count `tokens` prefilled tokens of a request, for the fairness between keys."""
         self._fairness.count_prefilled(sequence.weighted_key, tokens)
 
 

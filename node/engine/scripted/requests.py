@@ -10,7 +10,7 @@ from wire.frames import Generate
 
 
 class ScriptedRequests:
-    """Factory of the scripted engine's sequences. The settings decide their sizes, answers, refusals and crashes.
+    """Factory of the scripted engine's sequences. The settings determine their sizes, answers, refusals and crashes.
 
     Rows are committed in `ledger`. `now` is in monotonic seconds.
     """
@@ -21,7 +21,7 @@ class ScriptedRequests:
 
     def list_pieces(self, request: Generate, prompt: int) -> list[str]:
         """Return the texts of the tokens of an echo. Return an empty list if `engine.scripted.text` is not `echo`, or
-        if the context has no room for an answer after `prompt` tokens."""
+        if the context has no room for an answer after the `prompt` prompt tokens."""
         echo = self._settings.text == "echo" and prompt < self._settings.max_context
         return answers.split_echo(answers.get_messages(request)) if echo else []
 
@@ -32,15 +32,15 @@ class ScriptedRequests:
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
     def must_refuse(self, request: Generate) -> bool:
-        """Return whether the setting `engine.scripted.refuse` demands that a request is refused."""
+        """Return whether a request must be refused according to the setting `engine.scripted.refuse`."""
         word = self._settings.refuse
         return word == "*" or (bool(word) and answers.contains_word(answers.get_messages(request), word))
 
     def create_sequence(
         self, request: Generate, shape: preflight.RequestShape, pieces: list[str], now: float
     ) -> ScriptedSequence:
-        """Return a request with its rows and their commitments. Resumed rows contain the tokens that another node has
-        sent; a row whose answer they complete has ended and holds no commitment."""
+        """Return the sequence of a request, with its rows and their commitments. Resumed rows contain the tokens that
+        another node has sent. A row whose answer these tokens complete has ended, and has no commitment."""
         word = self._settings.crash
         crashes = bool(word) and answers.contains_word(answers.get_messages(request), word)
         unlimited = request.params.max_tokens is None

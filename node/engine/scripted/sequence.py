@@ -14,7 +14,7 @@ from wire.frames import Channel, Delta, Finished, Generate, Timings
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScriptedRow:
-    """One choice of an admitted request. Its tokens are only counted; placeholder text is made when they are sent.
+    """One choice of an admitted request. Its tokens are only counted; their text is a placeholder (`gather`).
 
     `now` is in monotonic seconds in all methods.
     """
@@ -24,13 +24,13 @@ class ScriptedRow:
     commitment: Commitment
     """Memory commitment of the row."""
     produced: int = 0
-    """Number of tokens of the answer so far, those of another node included."""
+    """Number of tokens of the answer so far, including the tokens of another node."""
     reason: str = ""
     """Finish reason, `stop` or `length`; empty while the row is running."""
     resumed_tokens: int = 0
-    """Number of tokens at the start of the answer that another node generated and sent."""
+    """Number of leading tokens of the answer that another node generated and sent."""
     sent: int = 0
-    """Number of tokens that were sent, by this node or another."""
+    """Number of tokens that this node or another node has sent."""
 
     @property
     def stop(self) -> str:
@@ -39,14 +39,14 @@ class ScriptedRow:
 
     def count_steps_left(self, last: int) -> int:
         """Return the number of decode steps until the row next sends tokens or ends. `last` is the maximum number of
-        tokens of the answer."""
+        tokens of the answer (`ScriptedSequence.last`)."""
         return 1 if self.sent == self.resumed_tokens else last - self.produced
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request with this number. End the row when its answer is complete.
+        """Generate the next `count` tokens. End the row when its answer is complete.
 
-        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens. `now` is in
-        monotonic seconds.
+        `number` is the number of the request. `ends` is the number of tokens of the scripted answer, and `limit` the
+        maximum number of tokens. `now` is in monotonic seconds.
         """
         self.produced += count
         self.commitment.record_token(count)
@@ -54,10 +54,9 @@ class ScriptedRow:
             self.reason = "stop" if self.produced == ends else "length"
 
     def is_due(self, seconds: float, *, stream: bool) -> bool:
-        """Return whether the unsent tokens of the row are to be sent now, `seconds` after the last output of its
-        request.
+        """Return whether the unsent tokens of the row must be sent now, `seconds` after the last output of its request.
 
-        This row has no text of its own: it sends after its first token and at its end.
+        A row without text sends only after its first token and at its end.
         """
         return bool(self.reason) or self.sent == self.resumed_tokens
 
@@ -68,21 +67,22 @@ class ScriptedRow:
         return Delta(number, self.choice, tuple(range(new)), ((Channel.CONTENT, "x" * new),))
 
     def end_replay(self, known: int) -> None:
-        """Record that another node sent the first `known` tokens, and that none of them is in a cache here."""
+        """Record that another node has sent the first `known` tokens, which are not in a cache of this node."""
         self.produced = self.resumed_tokens = self.sent = known
         self.commitment.reset()
 
     def prefill(self, tokens: int) -> None:
-        """Record that the cache of this row holds `tokens` tokens, before the row joins a batch."""
+        """Record that the cache of this row has `tokens` tokens, before the row joins a batch."""
         self.commitment.record_prefill(tokens, tokens)
 
     def join(self, prompt: int) -> None:
-        """Record that the row joins a decode batch, after a prefill of `prompt` tokens and of its generated ones."""
+        """Record that the row joins a decode batch, after a prefill of `prompt` prompt tokens and of its generated
+        tokens."""
         self.commitment.record_join(prompt + self.produced)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 tokens if the row is
-        preempted."""
+        """Replace the memory commitment of the row: by a commitment of the ledger, or by a commitment of 0 tokens when
+        the row is preempted."""
         self.commitment = commitment
 
 
@@ -99,7 +99,7 @@ class TextRow(ScriptedRow):
 
     @property
     def stop(self) -> str:
-        """Stop string that ended the answer; empty if none did."""
+        """Stop string that ended the answer; empty if no stop string did."""
         return self.stops.found
 
     def count_steps_left(self, last: int) -> int:
@@ -110,7 +110,7 @@ class TextRow(ScriptedRow):
         """Generate the next `count` tokens of the request `number`, and store their deltas. End the row when its answer
         is complete or has a stop string.
 
-        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens. `now` is in
+        `ends` is the number of tokens of the scripted answer, and `limit` the maximum number of tokens. `now` is in
         monotonic seconds.
         """
         for _ in range(count):
@@ -129,8 +129,8 @@ class TextRow(ScriptedRow):
         return Delta(number, self.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
 
     def is_due(self, seconds: float, *, stream: bool) -> bool:
-        """Return whether the unsent tokens of the row are to be sent now, `seconds` after the last output of its
-        request. A stream sends at once, other answers at their end or after `FLUSH_INTERVAL_SECONDS`."""
+        """Return whether the unsent tokens of the row must be sent now, `seconds` after the last output of its request.
+        A streamed answer is sent at once, any other answer at its end or after `FLUSH_INTERVAL_SECONDS`."""
         return stream or bool(self.reason) or seconds >= FLUSH_INTERVAL_SECONDS
 
     def gather(self, number: int) -> Delta:
@@ -177,15 +177,15 @@ class ScriptedSequence:
     warm: int = 0
     """Prompt tokens that the next prefill finds in a prefix cache; 0 after a preemption."""
     prefilled: int = 0
-    """Tokens of the prompt and of the longest answer so far that are in memory during the prefill, cached tokens
-    included."""
+    """Tokens of the prompt and of the longest answer so far that are in memory during the prefill, including cached
+    tokens."""
     started: bool = False
-    """Whether the request has a cache. Its rows then count as taken in the batch."""
+    """Whether the request has a cache. Its rows then count as rows of the decode batch."""
     retry_at: float = 0.0
-    """Monotonic time from which the prefill may continue after the gate refused it; 0.0 unless it was refused since the
+    """Time from which the prefill may continue after the gate refused it; 0.0 if the gate has not refused it since the
     last decode or preemption."""
     yielded: bool = False
-    """Whether the request was preempted for another key. It then precedes new requests of its own key only."""
+    """Whether the request was preempted for another key. It then only precedes new requests of its own key."""
     begun: float = 0.0
     """Start of the decode; 0.0 before."""
     last_token_at: float = 0.0
@@ -214,18 +214,18 @@ class ScriptedSequence:
 
     @property
     def answered(self) -> bool:
-        """Whether the request has generated tokens already and was not preempted for another key. The prefill of an
+        """Whether the request already has generated tokens and was not preempted for another key. The prefill of an
         answered request gets rows before the prefill of a new request (`compute_service_order`)."""
         return any(row.produced for row in self.rows) and not self.yielded
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
+        """Sort key that orders requests from oldest to newest: monotonic time of arrival, and number of the request."""
         return self.arrived, self.number
 
     @property
     def holds_memory(self) -> bool:
-        """Whether any row has tokens in a cache."""
+        """Whether any row that has not ended has tokens in a cache."""
         return any(row.commitment.stored_tokens for row in self.list_active_rows())
 
     @property
@@ -244,12 +244,12 @@ class ScriptedSequence:
 
     @property
     def left(self) -> int:
-        """Tokens that are not prefilled yet."""
+        """Number of tokens that are not prefilled yet."""
         return self.length - (self.prefilled if self.started else self.warm)
 
     @property
     def last(self) -> int:
-        """Maximum tokens of an answer: those of the script, or fewer by the limit."""
+        """Maximum tokens of an answer: the length of the scripted answer, or the token limit if that is lower."""
         return min(self.ends, self.shape.limit)
 
     def list_active_rows(self) -> Sequence[ScriptedRow]:
@@ -257,28 +257,28 @@ class ScriptedSequence:
         return [row for row in self.rows if not row.reason]
 
     def start(self) -> None:
-        """Record the start of the prefill: the cached tokens are in memory."""
+        """Record the start of the prefill, with the cached tokens in memory. Later calls have no effect."""
         if not self.started:
             self.started, self.prefilled = True, self.warm
 
     def prefill(self, tokens: int) -> None:
-        """Record a prefilled chunk of this many tokens."""
+        """Record a prefilled chunk of `tokens` tokens."""
         self.prefilled += tokens
         for row in self.list_active_rows():
             row.prefill(self.prefilled)
 
     def delay(self, until: float) -> None:
-        """Record that the prefill of the request has no memory, and may continue from the monotonic time `until` on."""
+        """Record that the gate refused the prefill of the request, which may continue at the monotonic time `until`."""
         self.retry_at = until
 
     def begin(self, now: float) -> None:
-        """Record that the request decodes from the monotonic time `now` on, and end its delay. `begun` keeps the time
+        """Record that the request decodes from the monotonic time `now` on, and clear `retry_at`. `begun` is the time
         of the first call."""
         self.begun, self.last_token_at, self.retry_at = self.begun or now, now, 0.0
 
     def preempt(self, *, for_key: bool) -> None:
-        """Record that the request is preempted: its memory is released, and its prefill must run again. `for_key`: it
-        is preempted for another API key."""
+        """Record that the request is preempted: its memory is released, and its prefill must run again. `for_key`: the
+        request is preempted for another API key."""
         self.yielded |= for_key
         self.started, self.prefilled, self.warm, self.retry_at = False, 0, 0, 0.0
         for row in self.list_active_rows():
@@ -293,7 +293,8 @@ class ScriptedSequence:
         row.add_tokens(self.number, count, now, ends=self.ends, limit=self.shape.limit)
 
     def build_finished(self, now: float) -> Finished:
-        """Return the last frame of the request: reasons, token counts and durations."""
+        """Return the `Finished` frame of a request that ends at the monotonic time `now`. It has the finish reasons,
+        the token counts, and the seconds before and since the start of the decode."""
         stops = tuple(row.stop for row in self.rows)
         return Finished(
             self.number,

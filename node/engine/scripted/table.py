@@ -10,7 +10,7 @@ from node.engine.scripted.sequence import ScriptedSequence
 
 
 class ScriptedTable:
-    """Requests that have not ended. Callers do not change the lists. `most`: maximum rows that decode at once."""
+    """Table of the requests that have not ended. `most`: maximum rows that decode at once."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -19,8 +19,7 @@ class ScriptedTable:
         self._preempted: list[ScriptedSequence] = []
         self._rows = self._wanted = 0
         self.crowded_at = float("-inf")
-        """Monotonic time at which a request last ended while another request was live; minus infinity before the
-        first."""
+        """Monotonic time at which a request last ended while another request was live; minus infinity before that."""
 
     @property
     def queue(self) -> Sequence[ScriptedSequence]:
@@ -34,7 +33,7 @@ class ScriptedTable:
 
     @property
     def preempted(self) -> Sequence[ScriptedSequence]:
-        """Preempted requests, which hold no memory. A request returns to the queue once there is room for it."""
+        """Preempted requests, which hold no memory. They return to the queue when there is room."""
         return self._preempted
 
     @property
@@ -46,7 +45,7 @@ class ScriptedTable:
         return len(self._queue) + len(self._running) + len(self._preempted)
 
     def find(self, number: int) -> ScriptedSequence | None:
-        """Return the request of this number; None if there is none."""
+        """Return the live request with this number; None if there is none."""
         every = chain(self._queue, self._running, self._preempted)
         return next((request for request in every if request.number == number), None)
 
@@ -71,11 +70,12 @@ class ScriptedTable:
         return loads
 
     def count_free_rows(self) -> int:
-        """Return how many rows may start in addition to those that decode or whose prefill has started."""
+        """Return the number of free rows: the maximum, minus the rows that decode or whose prefill has started."""
         return self.most - self._rows - count_started_rows(self._queue)
 
     def count_unclaimed_rows(self) -> int:
-        """Return how many rows are free after all queued prompts have started; negative if there are too few."""
+        """Return the number of rows that would be free if all queued prompts had started; negative if there are too
+        few rows."""
         return self.most - self._rows - self._wanted
 
     # changes
@@ -88,7 +88,7 @@ class ScriptedTable:
         self._wanted += sequence.width
 
     def start_decode(self, sequence: ScriptedSequence) -> None:
-        """Move a request from the queue to the decoding ones."""
+        """Move a request from the queue to the decoding requests."""
         self._unqueue(sequence)
         self._running.append(sequence)
         self._rows += sequence.width
@@ -98,12 +98,13 @@ class ScriptedTable:
         self._rows -= 1
 
     def preempt(self, sequence: ScriptedSequence) -> None:
-        """Move a request to the preempted ones."""
+        """Move a queued or decoding request to the preempted requests."""
         self._take_out(sequence)
         self._preempted.append(sequence)
 
     def remove(self, sequence: ScriptedSequence, now: float) -> None:
-        """Remove a request that has ended at `now` (monotonic seconds). Set `crowded_at` if a request is still live."""
+        """Remove a request that ends at `now` (monotonic seconds). Set `crowded_at` to `now` if another is still
+        live."""
         self._take_out(sequence)
         if len(self):
             self.crowded_at = now

@@ -1,12 +1,12 @@
 """Turns of the scripted engine: one decode step of all rows and one prefill each, as a function of time. Pure.
 
-The same turns run under a real clock (`node.engine.process.loop`) and under a virtual one (`simulation`). A turn begins
-with its choices, and its results count from its end. Its duration is the sum of its forwards (`EngineCosts`). A turn
-begins at the time at which the last one was due to end, so that delays do not add up. After a sleep of the machine
-(`MAX_LATE_SECONDS`), it begins at once.
+The same turns run under a real clock (`node.engine.process.loop`) and under a virtual clock (`simulation`). A turn
+begins with its choices, and its results take effect at its end. Its duration is the sum of the durations of its
+forwards (`EngineCosts`). A turn begins at the time at which the last turn was due to end, so that delays do not add up.
+After a sleep of the machine (`MAX_LATE_SECONDS`), it begins at once.
 
-With `leap`, equal turns are computed at once: those in which no row ends or grows, no prompt is complete, and no choice
-differs. The results are those of single turns, which a property test compares.
+With `leap`, equal turns are computed at once: turns in which no row ends or grows, no prompt is complete, and no choice
+differs. The results equal the results of single turns, which a property test checks.
 """
 
 import math
@@ -21,11 +21,12 @@ from node.engine.scripted.table import ScriptedTable
 from wire.frames import Frame
 
 MAX_LATE_SECONDS = 1.0
-"""Delay in seconds after which missed turns are not made up for, because the machine slept."""
+"""Delay in seconds above which the next turn begins now instead of at the end of the last turn, because the machine
+slept."""
 
 
 class RunningTurns(NamedTuple):
-    """Turns that have begun and are not all recorded. Several turns are equal (see the module's docstring)."""
+    """Turn in progress, or with `leap` several equal turns, of which the first may have ended already."""
 
     began: float
     """Monotonic time at which the first turn began."""
@@ -34,7 +35,7 @@ class RunningTurns(NamedTuple):
     done: int
     """Number of turns whose results are recorded."""
     decodes: bool
-    """Whether rows decode in these turns. A `step` above 0 does not decide this, because a decode step may take 0 s."""
+    """Whether rows decode in these turns. This does not follow from `step`, because a decode step may take 0 s."""
     step: float
     """Seconds of a decode step; 0 if no row decodes or steps take no time."""
     chunks: tuple[PrefillChunk, ...]
@@ -54,8 +55,8 @@ class RunningTurns(NamedTuple):
         return self.began + self.compute_seconds(self.turns)
 
     def count_completed(self, now: float) -> int:
-        """Return how many of the first `turns - 1` turns have ended at the monotonic time `now`; at least `done`. The
-        last turn is never counted: `ScriptedTurns.step` records it."""
+        """Return how many of the turns except the last have ended at the monotonic time `now`; at least `done`. The
+        last turn is not counted, because `ScriptedTurns.step` records it."""
         period = max(1, len(self.chunks))
         whole = self.compute_seconds(period)
         turns = period * int((now - self.began) / whole) if whole else 0
@@ -89,9 +90,9 @@ class ScriptedTurns:
         self._running: RunningTurns | None = None
 
     def step(self, now: float) -> list[Frame]:
-        """Record the running turns if they have ended, then begin the next. Return the frames to send.
+        """Record the running turns if they have ended, then begin the next turns. Return the frames to send.
 
-        A prefill that takes no time is done at once, also within a running turn.
+        A prefill that takes no time is performed at once, even within a running turn.
         """
         frames: list[Frame] = []
         at = now
@@ -109,7 +110,7 @@ class ScriptedTurns:
         return frames
 
     def next_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next `step`; None if only a new request can bring work."""
+        """Return the monotonic time at which `step` is next due; None if the next step needs a new request first."""
         if self._prefills.next_free(now) is not None:
             return now
         if self._running is not None:
@@ -123,8 +124,8 @@ class ScriptedTurns:
         return max(now, min(waiting)) if waiting else None
 
     def interrupt(self, now: float) -> list[Frame]:
-        """Record the turns that have ended at the monotonic time `now`. Make the turn in progress the last of the
-        running turns, because requests or memory change. Return the frames to send."""
+        """Record the turns that have ended at the monotonic time `now`, and make the turn in progress the last of the
+        running turns. Must be called before requests or memory change. Return the frames to send."""
         frames = self.catch_up(now)
         if self._running is not None and self._running.turns > self._running.done + 1:
             self._running = self._running._replace(turns=self._running.done + 1)
@@ -199,7 +200,7 @@ class ScriptedTurns:
         return tuple(chunks), turns
 
     def _share_rows(self) -> None:
-        """Preempt requests of the key that holds the most rows for the next one of a key that holds fewer."""
+        """Preempt requests of the key that holds the most rows for the next request of a key that holds fewer."""
         if (
             len({request.weighted_key.name for request in self._table.queue}) == 0
             or self._table.count_free_rows() >= self._table.most
@@ -210,7 +211,7 @@ class ScriptedTurns:
             self._preemptor.share_rows(first)
 
     def _count_equal(self, running: RunningTurns, at: float) -> int:
-        """Return the number of turns that are equal to the ones that begin now."""
+        """Return the number of equal turns, starting with the turn that begins now."""
         turns = running.turns if running.chunks else math.inf
         if running.decodes:
             turns = min(turns, self._batch.count_steady_steps())
