@@ -1,4 +1,4 @@
-"""Repairs of tool calls that models often write incompletely. mlx-lm's parsers take them for text, or lose arguments.
+"""Repairs of incomplete tool calls, which models often write and mlx-lm's parsers take for text or parse in part.
 
 A block is the text of one or more tool calls between the model's markers (docs/glossary.md).
 
@@ -7,8 +7,8 @@ A block is the text of one or more tool calls between the model's markers (docs/
 - GLM: A value without `<arg_value>` before it.
 
 The patterns of the parsers search the rest of a block once for each marker that has no end. A block of some kilobytes
-could thus stop the engine for seconds. The parsers of Qwen3-Coder, GLM and Gemma get only functions, arguments and
-calls that are complete, which are found here in one pass.
+could therefore block the engine for seconds. The parsers of Qwen3-Coder, GLM and Gemma get only complete functions,
+arguments and calls, which this module finds in one pass.
 """
 
 import re
@@ -28,7 +28,7 @@ CALL_ENDS: Final = {
     "muse_spark": "</atem:parameter>\n</atem:invoke>",
     "qwen3_coder": "</parameter>\n</function>",
 }
-"""Ends of calls within a block that can have several, by the name of the parser. The text of an argument does not
+"""Ends of calls within a block that can have several calls, by the name of the parser. The text of an argument does not
 contain them."""
 _KEY, _KEY_END, _VALUE_END = "<arg_key>", "</arg_key>", "</arg_value>"
 _VALUE_START = re.compile(r"\A(?:\\n|\s)*<arg_value>")
@@ -40,7 +40,7 @@ _QUOTE_OR_BRACE = re.compile(rf"{re.escape(_QUOTE)}|[{{}}]")
 
 
 def wrap_parser(name: str, parse: Parse) -> Parse:
-    """Return a parser that repairs each block and passes it to `parse`. Return `parse` itself if this module has no
+    """Return a parser that repairs each block before it calls `parse`. Return `parse` itself if this module has no
     repair for it.
 
     `name` is the name of `parse` in mlx-lm.
@@ -71,8 +71,8 @@ def wrap_parser(name: str, parse: Parse) -> Parse:
 
 
 def _find_functions(block: str) -> Iterator[str]:
-    """Yield the functions of a block of Qwen3-Coder with their markers. An end marker in the text of a parameter ends
-    no function."""
+    """Yield the functions of a block of Qwen3-Coder with their markers. An end marker in the text of a parameter does
+    not end a function."""
     start, in_parameter = -1, False
     for mark in _FUNCTION_MARK.finditer(block):
         if start < 0:

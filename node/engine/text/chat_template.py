@@ -1,8 +1,8 @@
 """Chat template of a model: from the messages of a request to the text of its prompt.
 
-Templates come with the models and run in transformers' sandbox. They see the time of the request instead of the
-present, because a resumed request must get the same prompt. An exception of a template fails only the request. A
-template may run on several threads at the same time.
+Templates come with the models and run in transformers' sandbox. They get the time of the request instead of the current
+time, because a resumed request must get the same prompt. An exception in a template fails only the request. A template
+may run on several threads at the same time.
 """
 
 import importlib
@@ -46,12 +46,12 @@ RESERVED: Final = frozenset(
         "sanitize_control_tokens",
     }
 )
-"""Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
+"""Forbidden names of a request's template variables, which would change arguments of the call of the template."""
 DEVELOPER: Final = "developer"
-"""Role of OpenAI's API for instructions of an application, as `system` was before."""
+"""Role of OpenAI's API for instructions of an application. It replaces `system`."""
 _INSTRUCTIONS = frozenset({"system", DEVELOPER})
 SHORT_ID_CHARS: Final = 9
-"""Characters of the ids of calls that templates of Mistral's models accept. They raise for any other id."""
+"""Number of characters of the call ids that templates of Mistral's models accept. They raise for any other id."""
 _SHORT_IDS = re.compile(rf"\blength\s*!=\s*{SHORT_ID_CHARS}\b")
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
@@ -68,12 +68,12 @@ class ChatTemplate:
 
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
-        last message, which the answer continues; otherwise it ends with the beginning of an answer. If the template
-        raises, or leaves out instructions, it gets the messages of `simplify_turns` instead.
+        last message, which the answer continues; otherwise it ends with the start of an answer. If the template raises,
+        or leaves out instructions, it is called again with the messages of `simplify_turns`.
 
-        Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
-        variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
-        `RENDER_TIMEOUT_SECONDS`. Exceptions of the template propagate.
+        Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are not an array, or
+        the variables not an object. Raise `ValueError` for tools or variables that are not JSON, and `DeadlineError`
+        after `RENDER_TIMEOUT_SECONDS`. Exceptions of the template propagate.
         """
         if not self._wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")
@@ -121,10 +121,11 @@ class ChatTemplate:
 
 
 def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -> Sequence[Message]:
-    """Return messages without the role `developer`, unless the template knows that role (`is_known`).
+    """Return messages in which system messages replace messages with the role `developer`, unless the template supports
+    that role (`is_known`).
 
-    Most templates leave out messages of an unknown role, or raise. These messages therefore become system messages. At
-    the beginning they are joined with their neighbours, because many templates take only one message there.
+    The replacement is necessary because most templates leave out messages of an unknown role, or raise. Such messages
+    at the start are also joined with adjacent system messages, because many templates accept only one message there.
     """
     if all(message.role != DEVELOPER for message in messages):
         return messages
@@ -136,7 +137,8 @@ def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -
 
 
 def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
-    """Return messages whose instructions at the beginning are one message, with the role of the first."""
+    """Join the system and developer messages at the start of `messages` into one message with the role of the first.
+    Return all messages."""
     opening = list(takewhile(lambda message: message.role in _INSTRUCTIONS, messages))
     if len(opening) < 2:
         return messages
@@ -145,15 +147,16 @@ def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def has_instructions(text: str, messages: Sequence[Message]) -> bool:
-    """Return whether a prompt has the text of all system and developer messages."""
+    """Return whether the prompt `text` contains the text of all system and developer messages."""
     return all(message.content.strip() in text for message in messages if message.role in _INSTRUCTIONS)
 
 
 def simplify_turns(messages: Sequence[Message]) -> list[Message]:
-    """Return messages for templates that accept one system message, at the beginning, and no two user messages in a
+    """Return messages for templates that accept only one system message, at the start, and no two user messages in a
     row.
 
-    System messages at the beginning are joined. Later ones become user messages. User messages in a row are joined.
+    System messages at the start are joined. Later system messages become user messages. User messages in a row are
+    joined.
     """
     found = list[Message]()
     for message in join_opening(messages):
@@ -166,7 +169,8 @@ def simplify_turns(messages: Sequence[Message]) -> list[Message]:
 
 
 def shorten_call_ids(message: Message) -> Message:
-    """Return a message whose ids of calls have `SHORT_ID_CHARS` letters and digits. Equal ids stay equal."""
+    """Return a message whose call ids are replaced by ids of `SHORT_ID_CHARS` letters and digits. Equal ids stay
+    equal."""
     calls = tuple(replace(call, id=_shorten_id(call.id)) for call in message.tool_calls)
     result_of = _shorten_id(message.tool_call_id) if message.tool_call_id else ""
     return replace(message, tool_calls=calls, tool_call_id=result_of)
@@ -183,10 +187,10 @@ def _format_now(form: str) -> str:
 
 
 def _set_clock(source: str) -> None:
-    """Set the request's clock in a template.
+    """Make the template with this source use the time of the request.
 
-    Variables cannot carry it, because transformers turns every value into plain data first. It therefore replaces the
-    template's own clock in the globals of the compiled template, which transformers caches by source.
+    A template variable cannot pass this clock, because transformers converts every value to plain data first. The clock
+    therefore replaces the original clock in the globals of the compiled template, which transformers caches by source.
     """
     module = importlib.import_module("transformers.utils.chat_template_utils")
     compiled = cast("Callable[[str], Template]", module._compile_jinja_template)
@@ -230,9 +234,9 @@ def _parse_arguments(text: str) -> object:
 
 
 def parse_tools(text: str) -> list[object]:
-    """Parse the tools of a request, a JSON array; an empty text has none.
+    """Parse the tools of a request, a JSON array. Return an empty list for an empty text.
 
-    Raise `TemplateFailed` if the JSON is no array, `ValueError` if the text is no JSON.
+    Raise `TemplateFailed` if the JSON is not an array, and `ValueError` if the text is not JSON.
     """
     found = cast("object", json.loads(text or "[]"))
     if not isinstance(found, list):

@@ -5,19 +5,19 @@
                                                      └─► content ─► stop strings
 
 To resume a stream, the same ids are fed to a new pipeline and its output is discarded. Output may therefore depend on
-the ids alone: no clock, no randomness, no state shared between pipelines. Each stage holds back only text that later
-text can still change. Examples are half a character, a possible marker, newlines that may end the reasoning, or the
-beginning of a stop string. `finish` returns all held text.
+the ids alone: no clock, no randomness, no state shared between pipelines. Each stage holds back only text whose meaning
+depends on later text. Examples are an incomplete character, a possible marker, newlines that may end the reasoning, and
+the start of a stop string. `finish` returns all held text.
 
 Rules
 - Stop strings: No part of a completed stop string is sent, and no text after it. Only content is searched for stop
   strings, not reasoning or calls.
-- Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
-  earlier content, newlines after a marker separate it from further content; without further content they are removed.
-- Blocks: A block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes content with its
-  markers. Only the start of a call that the token limit cuts is left out, because no client can use it. Complete calls
-  before it in the same block are sent.
-- Errors: No ids raise an exception.
+- Newlines: Newlines next to a marker belong to the marker. Reasoning has no newlines at its ends, and content has none
+  after a marker. After earlier content, newlines after a marker are kept if more content follows.
+- Blocks: A block that is not a call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes content with
+  its markers. Only the start of a call that the token limit cuts is left out, because no client can use it. Complete
+  calls before it in the same block are sent.
+- Errors: A pipeline never raises, not even for invalid ids.
 """
 
 import re
@@ -34,7 +34,7 @@ from wire.frames import Channel
 _CALLS = frozenset({TOOL, INNER, NAKED})
 """States within a call."""
 _CALL_START = re.compile(r"\s*(?:[\w.:/-]+\s*)?(?:$|[\[{<(\"])")
-"""Start of a block that is a call, or a cut part of its start. Words after a marker are no call."""
+"""Start of a block that is a call, or a part of such a start. Words after a marker are not a call."""
 Pieces = tuple[tuple[Channel, str], ...]
 """Pairs of channel and text. The text of a tool call is its JSON (`wire.frames.Delta`)."""
 
@@ -43,11 +43,11 @@ class Decoder(Protocol):
     """Decoder from token ids to text, which returns only whole characters."""
 
     def feed(self, token: int) -> str:
-        """Add an id; return the text that became final."""
+        """Add a token id, and return the text that became final."""
         ...
 
     def flush(self) -> str:
-        """Return the held text at the end of an answer, with broken characters replaced."""
+        """Return the text that is held back at the end of an answer, with incomplete characters replaced."""
         ...
 
 
@@ -55,17 +55,17 @@ class MarkerCutter(Protocol):
     """Splitter of the text of one answer at markers; the markers are removed."""
 
     def feed(self, text: str) -> Sequence[tuple[MarkerPlace, str]]:
-        """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
-        place."""
+        """Add text, and split it at markers. Return its parts, each with its place, starting with the current place. A
+        possible start of a marker at the end is held back."""
         ...
 
     def flush(self) -> str:
-        """Return the text held back as a possible start of a marker; it belongs to the current place."""
+        """Return the text that was held back as a possible start of a marker. It belongs to the current place."""
         ...
 
 
 class AnswerFormat(Protocol):
-    """Format that a grammar forces on an answer. The implementation is `compiler.CompiledGrammar`."""
+    """Format of an answer under a grammar. The implementation is `compiler.CompiledGrammar`."""
 
     @property
     def tools(self) -> str:
@@ -78,7 +78,7 @@ class AnswerFormat(Protocol):
         ...
 
     def create_cutter(self) -> MarkerCutter:
-        """Return a new cutter for the text of one answer."""
+        """Return a new splitter for the text of one answer."""
         ...
 
 
@@ -89,14 +89,14 @@ class TokenOutput:
     pieces: Pieces = ()
     """Text that became final, by channel, in the order of the answer."""
     stopped: bool = False
-    """Whether the answer has ended by a stop string or, with `one_call`, by a call; no output follows."""
+    """Whether a stop string or, with `one_call`, a call has ended the answer; no output follows."""
 
 
 class TextPipeline:
     """Conversion of the tokens of one choice into content, reasoning and tool calls (see the module's docstring).
 
     `place` is the state of the text at the start of the answer. With `one_call` the answer ends with its first call.
-    `reasoning_tokens` is the number of tokens so far after which the text is within reasoning.
+    `reasoning_tokens` counts the tokens after which the text is within reasoning.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class TextPipeline:
         self._pieces: list[tuple[Channel, str]] = []
 
     def feed(self, token: int) -> TokenOutput:
-        """Add one token of the answer and return the output that became final. After the end by a stop string or call,
-        tokens have no output."""
+        """Add one token of the answer, and return the output that became final. After a stop string or call has ended
+        the answer, tokens have no output."""
         if not self._stopped:
             self._split_text(self._decoder.feed(token))
             self.reasoning_tokens += self._place.state == REASONING
@@ -133,14 +133,15 @@ class TextPipeline:
 
     @property
     def stop(self) -> str:
-        """Stop string that ended the answer; empty if none did."""
+        """Stop string that ended the answer; empty if no stop string did."""
         return self._stops.found
 
     def finish(self, reason: str) -> tuple[Pieces, str]:
-        """End the answer. Return the held text, and the reason for the client: `stop`, `length` or `tool_calls`.
+        """End the answer. Return the text that was held back, and the finish reason for the client: `stop`, `length` or
+        `tool_calls`.
 
-        `reason` is `stop` or `length`. An answer that a stop string or a call has ended has the reason `stop` in place
-        of `length`. An answer with a call has the reason `tool_calls` in place of `stop`.
+        `reason` is `stop` or `length`. If a stop string or a call has ended the answer, `stop` replaces `length`. If
+        the answer has a call, `tool_calls` replaces `stop`.
         """
         if not self._stopped:
             self._split_text(self._decoder.flush())
@@ -223,7 +224,7 @@ class TextPipeline:
     def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False, as_content: bool = True) -> bool:
         """Send the calls of a block between two markers, or the block as content. Return whether calls were sent.
 
-        `whole`: the markers are part of the call. Without `as_content`, leave out a block that is no call.
+        `whole`: the markers are part of the call. Without `as_content`, leave out a block that is not a call.
         """
         calls = self._calls.parse_block(start + body + end if whole else body)
         shown = calls[:1] if self._one_call else calls

@@ -1,6 +1,6 @@
-"""Harmony, the format of the answers of gpt-oss. mlx-lm does not know it.
+"""Harmony, the format of the answers of gpt-oss, which mlx-lm does not support.
 
-An answer is a sequence of messages. Each has a header with a channel, and a call has a recipient:
+An answer is a sequence of messages. Each message has a header with a channel, and a call has a recipient:
 
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>
@@ -10,7 +10,7 @@ An answer is a sequence of messages. Each has a header with a channel, and a cal
     header ──to=functions.──► tool ──<|call|>, <|end|>──► header
 
 The prompt ends within the header of the first message. The model puts the recipient before or after the channel, and on
-the channel `analysis` as well. Text on `commentary` without a recipient is for the user: it precedes a call.
+the channel `analysis` as well. Text on `commentary` without a recipient is for the user, and precedes a call.
 """
 
 import json
@@ -30,11 +30,11 @@ END: Final = "<|end|>"
 ENDS: Final = ("<|call|>", "<|return|>")
 """Tokens that end an answer."""
 TOKENS: Final = (START, CHANNEL, MESSAGE, END, *ENDS)
-"""Special tokens of the format. A vocabulary with all of them is that of a model with this format."""
+"""Special tokens of the format. A model whose vocabulary has all of them uses this format."""
 CONSTRAIN: Final = "<|constrain|>"
 """Special token before the type of a call's arguments."""
 OPENING: Final = f"{START}assistant"
-"""End of a prompt that the model answers with whole messages. Any other prompt ends within a message, which the answer
+"""End of a prompt whose answer consists of whole messages. Any other prompt ends within a message, which the answer
 continues."""
 ANALYSIS: Final = f"{CHANNEL}analysis{MESSAGE}"
 """Header of a message on the channel of reasoning."""
@@ -56,7 +56,8 @@ CONTINUED: Final = MarkerPlace(NORMAL, MESSAGE)
 CONSTRAINED_MARKERS: Final = replace(
     MARKERS, edges={state: found if state in (HEADER, REASONING) else [] for state, found in MARKERS.edges.items()}
 )
-"""Markers of an answer under a grammar. Its last message ends with the answer: a marker within JSON is text."""
+"""Markers of an answer under a grammar. Its last message ends only with the answer, because a marker within JSON is
+text."""
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -67,7 +68,8 @@ def has_format(vocabulary: Mapping[str, int]) -> bool:
 
 def parse_call(block: str, tools: list[object]) -> dict[str, object]:
     """Parse the rest of a message after `RECIPIENT`: the name of the function, the rest of the header, and the
-    arguments. Return the call. Raise `ValueError` if the block is no call; `tools` has no effect."""
+    arguments. Return the call, with `name` and `arguments`. Raise `ValueError` if the block is not a call. `tools` has
+    no effect."""
     header, marker, arguments = block.strip().partition(MESSAGE)
     name = _NAME.match(header)
     if name is None or not marker or "{" in header:

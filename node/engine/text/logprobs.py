@@ -11,15 +11,15 @@ from wire.frames import Logprob
 MAX_ALTERNATIVES = 20
 """Maximum number of alternatives of a token."""
 MIN_LOGPROB = -9999.0
-"""Value for a probability of 0 in OpenAI's API; only finite numbers cross the wire."""
+"""Value for a probability of 0 in OpenAI's API, because only finite numbers are sent."""
 
 
 def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Return a token's natural log probability and those of the `count` (0 to `MAX_ALTERNATIVES`) most likely tokens,
-    in descending order.
+    """Return the natural log probability of a token, and the `count` (0 to `MAX_ALTERNATIVES`) most likely tokens with
+    theirs, in descending order.
 
     `logprobs` has the shape (vocabulary,). `token_bytes(token)` returns the bytes of a token. Tokens that a grammar
-    forbids are not among the most likely. For a probability of 0, the token's own value is `MIN_LOGPROB`.
+    forbids are not among the most likely tokens. `MIN_LOGPROB` is returned for a token with the probability 0.
     """
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()

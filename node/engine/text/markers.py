@@ -1,13 +1,13 @@
 """Markers that split a model's text, and the state after each of them.
 
 The state machine of mlx-lm splits text at markers, but drops the markers and returns only the next state. Here every
-destination is a `MarkerPlace`: the state together with the marker that led to it. A reader of the split text can
-therefore rebuild a block exactly as generated.
+destination is a `MarkerPlace`: the state together with the marker that led to it. A block can therefore be rebuilt
+exactly as generated.
 
     normal ──think start──► reasoning ──think end──► normal
     normal ──call start───► tool ──────call end────► normal
     reasoning ──call start► inner ─────call end────► normal      a call without the end of the reasoning
-                            inner ─────think end───► normal      no call: the reasoning only mentioned the marker
+                            inner ─────think end───► normal      not a call: the reasoning only mentioned the marker
     normal ──naked start──► naked ─────naked end───► normal      and a lone call end is removed
 
 A model's own response format adds states and edges. Text in an added state is sent only if the answer has no marker.
@@ -27,7 +27,7 @@ reasoning, `NAKED` a call without the markers of its block."""
 
 
 class MarkerPlace(NamedTuple):
-    """State of the text, and the marker that led to it; the marker is empty at the beginning."""
+    """State of the text, and the marker that led to it; the marker is empty at the start of an answer."""
 
     state: str
     marker: str = ""
@@ -40,8 +40,8 @@ class MarkerSet:
     think: tuple[str, str] = ("", "")
     """Start and end of reasoning; empty if the model does not reason."""
     call: tuple[str, str] = ("", "")
-    """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
-    answer."""
+    """Start and end of a block with one or more calls; empty if the model has no calls. If only the end is empty, a
+    block ends with the answer."""
     naked: tuple[str, str] = ("", "")
     """Start and end of a call that a model writes without the markers of its block; both are part of the call. Empty
     if the model writes no such calls."""
@@ -53,15 +53,15 @@ class MarkerSet:
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the state of the text at the start of an answer: the initial state of a response format, else within
-        reasoning or normal. `thinking`: the prompt has begun the reasoning."""
+        """Return the state of the text at the start of an answer: the initial state of a response format, otherwise
+        reasoning or normal. `thinking`: the prompt has started the reasoning."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
         """Return the edges of every reachable place, as pairs of marker and next place.
 
-        Without `tools`, the request has no tools and a call's markers are ordinary text. Response formats are an
-        exception, because their blocks can only be separated by those markers.
+        Without `tools`, the request has no tools, and the markers of calls are ordinary text. Response formats are an
+        exception, because only these markers separate their blocks.
         """
         edges = self._build_edges(tools)
         waiting = [self.get_start_place(False), self.get_start_place(True)]

@@ -1,4 +1,5 @@
-"""Parts of a text pipeline over mlx-lm: the decoder of tokens and the cutters at markers. Each is for one pipeline."""
+"""Parts of a text pipeline over mlx-lm: the decoder of tokens and the splitters at markers. Each is for one
+pipeline."""
 
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from node.engine.text.markers import NORMAL, MarkerPlace
 
 
 class TokenDecoder:
-    """mlx-lm's streaming detokenizer for one pipeline: no id raises an exception.
+    """mlx-lm's streaming detokenizer for one pipeline, which never raises, not even for invalid ids.
 
     `size` is the highest id plus one. `silent` are the tokens without text, which end an answer.
     """
@@ -20,7 +21,7 @@ class TokenDecoder:
         self._silent = silent
 
     def feed(self, token: int) -> str:
-        """Return the text that is complete with this token; empty for a silent or unknown id."""
+        """Add a token, and return the text that became final; empty for a silent or unknown id."""
         if token in self._silent or not 0 <= token < self._size:
             return ""
         return self._advance(lambda: self._detokenizer.add_token(token))
@@ -39,26 +40,26 @@ class TokenDecoder:
 
 
 class MarkCutter:
-    """Cutter of an answer's text at the model's markers, by mlx-lm's state machine; for one pipeline. `place` is the
-    state of the text at its start."""
+    """Splitter of an answer's text at the model's markers, by mlx-lm's state machine; for one pipeline. `place` is the
+    state of the text at the start of the answer."""
 
     def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Split text at markers. Return each place (state) that the text passes with its part of the text, starting
-        with the current place."""
+        """Add text, and split it at markers. Return its parts, each with its place, starting with the current place. A
+        possible start of a marker at the end is held back."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """Return the text held back as a possible start of a marker; it belongs to the current place."""
+        """Return the text that was held back as a possible start of a marker. It belongs to the current place."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 
 
 class PassThrough:
-    """Cutter for answers without markers."""
+    """Splitter for answers without markers, which passes all text through."""
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
         """Return the text unsplit, as content."""

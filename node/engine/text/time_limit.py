@@ -7,17 +7,17 @@ import time
 
 
 class DeadlineError(Exception):
-    """Error of code that exceeded its time limit."""
+    """Error: code has exceeded its time limit."""
 
 
 class Deadline:
     """Context that raises `DeadlineError` with this message in its thread after `seconds`.
 
-    Python code is interrupted between two instructions, but a native call is not. If the time is over at the end of the
-    context, its exit raises the error; after the context nothing is raised.
+    Python code is interrupted between two instructions, but a native call is not. If the time limit has passed by the
+    end of the context, its exit raises the error. Nothing is raised after the context.
 
-    The last statement of the context must be no loop: CPython 3.13 does not call `__exit__` if an exception arrives at
-    the jump that ends such a loop.
+    The last statement of the context must not be a loop. CPython 3.13 does not call `__exit__` if an exception arrives
+    at the jump that ends such a loop.
     """
 
     def __init__(self, seconds: float, message: str) -> None:
@@ -37,14 +37,15 @@ class Deadline:
                 self._over = True
             if self._raised:
                 self._raise_in_thread()
-                while True:  # the exception arrives here, and replaces one that has not arrived yet
+                while True:  # the exception arrives here, and replaces an exception that has not arrived yet
                     pass
         except DeadlineError:
             raise DeadlineError(self._message) from None
-        _CLOCK.remove(self)  # no exception can come now, which would keep the lock of the clock
+        _CLOCK.remove(self)  # no exception can arrive any longer, which would leave the lock of the clock acquired
 
     def expire(self) -> None:
-        """Raise `DeadlineError` in the thread inside the context; do nothing outside it."""
+        """Raise `DeadlineError` in the thread that is inside the context. Do nothing if it has left the context. Any
+        thread may call this."""
         with self._lock:
             if not self._over:
                 self._raised = True
@@ -53,16 +54,16 @@ class Deadline:
     def _raise_in_thread(self) -> None:
         """Make CPython raise `DeadlineError` in the thread inside the context.
 
-        CPython before 3.13 keeps its mark of a pending exception until one arrives, also if it is withdrawn. With the
-        mark every thread is slower, and a call under `sys.setprofile` never returns.
+        CPython before 3.13 keeps its mark of a pending exception until an exception arrives, even if the exception is
+        withdrawn. With the mark every thread is slower, and a call under `sys.setprofile` never returns.
         """
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError))
 
 
 class DeadlineClock:
-    """One thread that expires the deadlines of all threads, because the start of a thread for each takes too long.
+    """Thread that expires the deadlines of all threads, because starting a thread for each deadline takes too long.
 
-    The thread starts with the first deadline. It sleeps until the earliest one, also if that has ended meanwhile.
+    The thread starts with the first deadline. It sleeps until the earliest deadline, even if that is removed before.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class DeadlineClock:
                 deadline.expire()
 
     def _wait_for_expired(self) -> list[Deadline]:
-        """Wait until a deadline has expired, or the deadlines have changed. Remove and return the expired ones."""
+        """Wait until a deadline has expired, or the deadlines have changed. Remove and return the expired deadlines."""
         with self._changed:
             self._wakes_at = min(self._expiries.values(), default=math.inf)
             left = self._wakes_at - time.monotonic()

@@ -28,8 +28,8 @@ class TokenBytes:
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
 
     def get_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token: exact for byte-level and SentencePiece vocabularies, else the UTF-8 text of the
-        token alone. Return no bytes for an id out of range."""
+        """Return the bytes of a token: exact for byte-level and SentencePiece vocabularies, otherwise the UTF-8 text of
+        the token alone. Return empty bytes for an id out of range."""
         if not 0 <= token < self._size:
             return b""
         if token in self._added:

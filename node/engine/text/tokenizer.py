@@ -3,11 +3,11 @@
 `tokenizer_loader` loads a tokenizer, `chat_template` renders the prompts.
 
 `tokenize_request`, `count_tokens` and `create_pipeline` may be called on several threads at the same time. They read
-only immutable tables, and a pipeline holds its own decoding state. The parts for grammars (`build_guide`,
-`tool_call_format`, `find_single_token`) may be used by one thread at a time.
+only immutable tables, and a pipeline has its own decoding state. Only one thread at a time may use the parts for
+grammars (`build_guide`, `tool_call_format`, `find_single_token`).
 
 A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
-holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
+holds the lock and blocks every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
 """
 
 import json
@@ -46,13 +46,13 @@ if TYPE_CHECKING:
 LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters above which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
-"""User messages without a common token, for finding the tokens of a prompt that depend only on the system prompt."""
+"""User messages without a common token, with which the tokens that depend only on the system prompt are found."""
 DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
-"""Maximum number of shared system prompts whose tokens are remembered."""
+"""Maximum number of shared system prompts whose tokens are cached."""
 TAIL_TOKENS: Final = 32
-"""Tokens at a prompt's end that are searched for a marker of reasoning, with the blanks after it."""
+"""Number of tokens at the end of a prompt in which a marker of reasoning, with blanks after it, is searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +66,13 @@ class TokenizedPrompt:
     ends_reasoning: bool = False
     """Whether the prompt ends with the marker that ends reasoning, by which templates forbid reasoning."""
     plain: bool = False
-    """Whether the prompt was made from the text or ids of the request, without a template."""
+    """Whether the prompt is the text or the ids of the request, without a template."""
     continued: bool = False
     """Whether the answer continues the text of a message in Harmony: the prompt does not end with `harmony.OPENING`."""
 
 
 class Tokenizer:
-    """Tokenizer of one model: renders and tokenizes prompts, and decodes answers. `RequestPreparer` loads one per
-    model."""
+    """Tokenizer of one model: renders and tokenizes prompts, and decodes answers. `wrapper` is mlx-lm's tokenizer."""
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self.wrapper = wrapper
@@ -94,7 +93,7 @@ class Tokenizer:
         self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
-        """Returns the bytes of a token; none for an id out of range."""
+        """`token_bytes(token)` returns the bytes of a token; empty for an id out of range."""
         self._template = ChatTemplate(wrapper)
         self._ids: dict[str, int] = {}
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
@@ -108,8 +107,8 @@ class Tokenizer:
         fast = cast("Any", wrapper)._tokenizer
         self.rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
         """Rust tokenizer below `wrapper`; None if the tokenizer is written in Python."""
-        # The first use removes a truncation set in the tokenizer's file; it must not happen during another thread's
-        # call.
+        # The first use removes a truncation that the tokenizer's file sets. It must not happen during a call of another
+        # thread.
         wrapper.encode("")
 
     def tokenize_request(self, request: Generate, max_tokens: int = 0) -> TokenizedPrompt:
@@ -117,8 +116,8 @@ class Tokenizer:
         the model's template.
 
         With `max_tokens` above 0, raise `TooLong` for a very long text with more tokens (`encode`). Other prompts are
-        returned whole. Raise `TemplateFailed` if template or tokenizer fail, the prompt is empty, or an id is out of
-        range.
+        returned whole, even with more tokens. Raise `TemplateFailed` if template or tokenizer fail, the prompt is
+        empty, or an id is out of range.
         """
         plain = bool(request.text or request.ids)
         try:
@@ -135,10 +134,10 @@ class Tokenizer:
             raise TemplateFailed(format_error(error)) from error
 
     def count_shared_tokens(self, request: Generate, prompt: TokenizedPrompt) -> int:
-        """Return the number of tokens at the start of a prompt that depend only on the system prompt.
+        """Return the number of leading tokens of a prompt that depend only on the system prompt.
 
-        They are the tokens with which any two prompts with this system prompt begin, without tools. Return 0 if the
-        API keys do not share the system prompt (`Generate.shared`), or if this prompt does not begin with these tokens.
+        All prompts without tools that have this system prompt start with these tokens. Return 0 if the API keys do not
+        share the system prompt (`Generate.shared`), or if this prompt does not start with these tokens.
         """
         if not request.shared or not request.messages:
             return 0
@@ -152,7 +151,7 @@ class Tokenizer:
         return len(opening) if prompt.ids[: len(opening)] == opening else 0
 
     def _find_opening(self, request: Generate, system: Message) -> tuple[int, ...]:
-        """Return the common first tokens of prompts with this system prompt; empty if the template fails."""
+        """Return the common leading tokens of prompts with this system prompt; empty if the template fails."""
         try:
             one, other = (self._tokenize_probe(request, system, word) for word in PROBES)
         except Exception:
@@ -188,11 +187,12 @@ class Tokenizer:
         return self._template.render(request)
 
     def encode(self, text: str, *, plain: bool, max_tokens: int = 0) -> tuple[int, ...]:
-        """Return the token ids of a text. `plain` includes the special tokens that the tokenizer adds to every text.
+        """Return the token ids of a text. With `plain`, include the special tokens that the tokenizer adds to every
+        text.
 
-        With `max_tokens` above 0, raise `TooLong` as soon as more than `TOKENIZE_SLACK` times as many tokens are
-        counted. Only a Rust tokenizer counts them, and only in a text with more characters than `TOKENIZE_SLICE_CHARS`
-        and twice `max_tokens`. Raise `TokenizerPanic` if the native tokenizer panics.
+        With `max_tokens` above 0, raise `TooLong` for a very long text with more than `TOKENIZE_SLACK × max_tokens`
+        tokens. This is checked only with a Rust tokenizer, and only for a text with more characters than
+        `TOKENIZE_SLICE_CHARS` and `2 × max_tokens`. Raise `TokenizerPanic` if the native tokenizer panics.
         """
         with convert_panics():
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:
@@ -202,8 +202,8 @@ class Tokenizer:
             return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
 
     def _check_length(self, rust: "RustTokenizer", text: str, max_tokens: int) -> None:
-        """Raise `TooLong` as soon as the slices of a text have more than `max_tokens` tokens. A cut adds a few at
-        most."""
+        """Raise `TooLong` as soon as the slices of a text have more than `TOKENIZE_SLACK × max_tokens` tokens. The
+        slack covers the few tokens that a cut between slices can add."""
         counted = 0
         for start in range(0, len(text), TOKENIZE_SLICE_CHARS):
             part = text[start : start + TOKENIZE_SLICE_CHARS]
@@ -225,13 +225,13 @@ class Tokenizer:
         grammar: AnswerFormat | None = None,
         client_names: Mapping[str, str] = NO_NAMES,
     ) -> TextPipeline:
-        """Return the text pipeline of one choice.
+        """Return a new text pipeline for one choice of a request.
 
-        The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
-        `thinking`: the prompt has begun the reasoning. `continued`: the prompt has begun a message in Harmony. With
-        `one_call` the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar
-        puts them. `client_names` has the client's names of tools by the names that the model uses, where they differ.
-        Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
+        The ids of its calls contain `request_id` and, above 0, `choice`. `stops` are its stop strings. `tools` is the
+        JSON array of the request. `thinking`: the prompt has started the reasoning. `continued`: the prompt has started
+        a message in Harmony. With `one_call` the answer ends with its first call. With a `grammar`, markers are
+        recognized only where the grammar allows them. `client_names` has the client's names of tools by the names that
+        the model uses, where they differ. Raise `TemplateFailed` or `ValueError` if `tools` is not a JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
@@ -253,7 +253,8 @@ class Tokenizer:
         return TextPipeline(self._create_decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
     def create_plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
-        """Return the text pipeline of one choice for a prompt without a template: all text is content."""
+        """Return a new text pipeline for one choice whose prompt has no template: all text is content. `stops` are the
+        stop strings."""
         return TextPipeline(
             self._create_decoder(),
             PassThrough(),
@@ -271,7 +272,7 @@ class Tokenizer:
 
     @property
     def tool_call_format(self) -> ToolCallFormat | None:
-        """Format of the model's tool calls; None if the model makes no calls."""
+        """Format of the model's tool calls; None if the model has none."""
         if not self.markers.call[0]:
             return None
         template = self.wrapper.chat_template
@@ -290,16 +291,16 @@ class Tokenizer:
 
     @property
     def constrainable(self) -> bool:
-        """Whether answers can follow a grammar. They cannot if the model has its own format of answers other than
-        Harmony, or if llguidance cannot use the tokenizer."""
+        """Whether answers can follow a grammar. False if the model has its own answer format other than Harmony, or if
+        llguidance cannot use the tokenizer."""
         known = self._has_harmony or not self.markers.edges
         return known and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def build_guide(self) -> LLTokenizer | None:
-        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar (`constrainable`).
+        """Build llguidance's form of the tokenizer. Return None if answers cannot follow a grammar (`constrainable`).
 
-        Record its special tokens: only then does `tool_call_format` render them as tokens. This takes about 1 s for a
-        large vocabulary.
+        Also record the special tokens, which `tool_call_format` renders as tokens only after this call. The call takes
+        about 1 s for a large vocabulary.
         """
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
@@ -309,7 +310,8 @@ class Tokenizer:
         return guide
 
     def _render_literal(self, marker: str) -> tuple[str, bool]:
-        """Return text in Lark's notation, with special tokens as tokens; and whether it starts with one."""
+        """Return the Lark expression that matches `marker`, with special tokens as tokens, and whether it starts with a
+        token."""
         parts = [part for part in self._special.split(marker) if part] if self._special.pattern else [marker]
         written = [f"<[{self._ids[part]}]>" if part in self._ids else json.dumps(part) for part in parts]
         return " ".join(written), bool(parts) and parts[0] in self._ids
@@ -338,8 +340,8 @@ class Tokenizer:
 
 
 def _get_parser_name(wrapper: TokenizerWrapper) -> str:
-    """Return the name of mlx-lm's parser of calls; empty or the name of another module if mlx-lm has none for the
-    model."""
+    """Return the name of mlx-lm's parser of calls. If mlx-lm has no parser for the model, the result is empty or the
+    name of another module."""
     return str(getattr(wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
 
 

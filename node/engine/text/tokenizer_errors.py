@@ -5,31 +5,30 @@ from contextlib import contextmanager
 from typing import Final
 
 MAX_ERROR_CHARS: Final = 300
-"""Maximum characters of an error's text in a message: templates can raise with a whole conversation in it."""
+"""Maximum characters of an error's text in a message, because templates can raise with a whole conversation in it."""
 
 
 class TokenizerError(ValueError):
-    """Error of a model folder without a usable tokenizer. The text states the reason and contains no path but the
-    folder's name."""
+    """Error: a model folder has no usable tokenizer. The text has the reason and the folder's name, but no path."""
 
 
 class TemplateFailed(ValueError):
-    """Error of a request from which no prompt can be made; the text is one line for the client."""
+    """Error: no prompt can be made from a request. The text is one line for the client."""
 
 
 class TokenizerPanic(TemplateFailed):
-    """Panic of the native tokenizer, such as a regular expression that exceeds its limit of steps for a text."""
+    """Error: the native tokenizer panicked, for example because its regular expression exceeded a limit of steps."""
 
 
 class TooLong(ValueError):
-    """Error of a prompt with more tokens than allowed; the text is one line for the client."""
+    """Error: a prompt has more tokens than allowed. The text is one line for the client."""
 
 
 @contextmanager
 def convert_panics() -> Generator[None]:
-    """Raise `TokenizerPanic` for a panic of the native tokenizer in the block.
+    """Convert a panic of the native tokenizer in the context to `TokenizerPanic`.
 
-    A panic is a `BaseException`: unconverted, it would pass `except Exception` and end the calling thread.
+    A panic is a `BaseException`. Without the conversion, it would pass `except Exception` and end the calling thread.
     """
     try:
         yield
@@ -40,7 +39,7 @@ def convert_panics() -> Generator[None]:
 
 
 def format_error(error: BaseException) -> str:
-    """Render an exception as one line: its name and the beginning of its text."""
+    """Render an exception as one line of at most `MAX_ERROR_CHARS` characters: its type and its text."""
     words = " ".join(str(error).split())
     message = f"{type(error).__name__}: {words}" if words else type(error).__name__
     return message if len(message) <= MAX_ERROR_CHARS else message[: MAX_ERROR_CHARS - 1] + "…"

@@ -1,4 +1,4 @@
-"""Loader of tokenizers, from the folder of the model alone. Code that comes with a model is never run."""
+"""Loader of tokenizers, from nothing but the folder of the model. Code that comes with a model is never run."""
 
 import ast
 import importlib.util
@@ -21,13 +21,13 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
 _TOKENIZER_FIELDS: Final = ("model_type", "tokenizer_class")
 """Fields of `config.json` by which transformers chooses the class of a tokenizer."""
 _CONFIG_ERRORS: Final = (StrictDataclassError, AttributeError, KeyError, TypeError)
-"""Errors that classes of configs in transformers raise for values that they do not expect. transformers itself handles
-`ValueError` and `OSError`."""
+"""Errors that config classes of transformers raise for unexpected values. transformers itself handles `ValueError` and
+`OSError`."""
 
 
 def load(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder, from that folder alone, without running its code. Raise `TokenizerError`
-    if that fails."""
+    """Load the tokenizer of a model from its folder, without network access and without running code of the folder.
+    Raise `TokenizerError` if that fails."""
     if not folder.is_dir():
         raise TokenizerError(f"{folder.name}: the folder does not exist")
     try:
@@ -47,17 +47,17 @@ def _load_wrapper(folder: Path) -> TokenizerWrapper:
     try:
         return load_tokenizer(folder, strictly, ends, defaults)
     except _CONFIG_ERRORS:
-        # transformers computes with all of config.json, of which tokenizers need these fields alone.
+        # transformers validates all of config.json, but tokenizers need only these fields.
         unchecked = PreTrainedConfig.from_dict({name: config[name] for name in _TOKENIZER_FIELDS if name in config})
         return load_tokenizer(folder, strictly | {"config": unchecked}, ends, defaults)
 
 
 def read_defaults(kind: object) -> dict[str, object] | None:
     """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
-    None if mlx-lm has none. `kind` is the value of `model_type` in the `config.json`.
+    None if mlx-lm has none. `kind` is the value of `model_type` in `config.json`.
 
-    The defaults are in the model's module. The module is parsed and not imported, because an import would create
-    kernels on this thread, and only the inference thread may use MLX.
+    The defaults are in mlx-lm's module of the model. The module is parsed and not imported, because an import would
+    create kernels on this thread, and only the inference thread may use MLX.
     """
     name = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}") if name.isidentifier() else None

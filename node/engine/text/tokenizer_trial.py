@@ -2,9 +2,9 @@
 
 Both come with the model. An endless template, or a tokenizer's regular expression with unbounded time, would block an
 engine thread and every request on it. The process loads the tokenizer and tokenizes some prompts
-(`tokenizer_trial_main`), with a limit of CPU time and of memory. Fingerprints that passed are stored: such a model is
-tried once on a machine, and again with other versions of `LIBRARIES`. A model that failed is tried again after a
-restart of the engine.
+(`tokenizer_trial_main`), with limits of CPU time and memory. The fingerprint of a model that passed is stored, and the
+model is not tried again on this machine with the same versions of `LIBRARIES`. A model that failed is tried again after
+a restart of the engine.
 """
 
 import os
@@ -26,7 +26,7 @@ from wire.units import MIB, show_size
 CPU_LIMIT_SECONDS = 30
 """Limit of CPU seconds. Importing transformers takes 2 s, a tokenizer of 262,000 tokens 4 s, the prompts 1 s."""
 TIMEOUT_SECONDS = 120.0
-"""Limit of elapsed seconds of a trial. It exceeds `CPU_LIMIT_SECONDS`, because other processes may use the CPU."""
+"""Limit of elapsed seconds of a trial. It exceeds `CPU_LIMIT_SECONDS`, because other processes also use the CPU."""
 MEMORY_LIMIT_BYTES = 768 * MIB
 """Limit of the footprint of the process in bytes, in addition to 40 times the size of the tokenizer's files. With a
 small tokenizer the footprint is 350 MB."""
@@ -37,9 +37,9 @@ POLL_INTERVAL_SECONDS = 0.02
 FILE = "trials.json"
 """Name of the file with the fingerprints that passed."""
 MAX_RESULTS = 1024
-"""Maximum number of stored fingerprints. The oldest are removed first, and their models are then tried again."""
+"""Maximum number of stored fingerprints. The oldest fingerprint is removed first, and its model is then tried again."""
 LIBRARIES = ("jinja2", "sentencepiece", "tokenizers", "transformers")
-"""Packages that render templates and tokenize. Results with other versions of them are not used."""
+"""Packages that render templates and tokenize. Stored results with other versions of these are ignored."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 EXIT_PANICKED = 4
@@ -56,10 +56,11 @@ class _Results(msgspec.Struct, frozen=True):
 
 
 class TokenizerTrials:
-    """Trial runs of models' chat templates and tokenizers in a limited process, with their results by fingerprint.
+    """Trials of models' chat templates and tokenizers in a limited process, with their results by fingerprint.
 
-    `folder` stores the fingerprints that passed; None: in memory only. `cpu` is the limit of CPU seconds. `memory` is
-    the limit of the footprint in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size of the tokenizer's files.
+    `folder` is the folder in which the fingerprints that passed are stored; None: in memory only. `cpu` is the limit of
+    CPU seconds. `memory` is the limit of the footprint in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size
+    of the tokenizer's files.
     """
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
@@ -73,9 +74,9 @@ class TokenizerTrials:
         """Try the chat template and tokenizer in `folder`, unless the result for this fingerprint is known.
 
         `files` is the size of the tokenizer's files in bytes. A trial blocks the calling thread for at most about
-        `TIMEOUT_SECONDS`. A pass is stored on the disk, a failure in memory until the engine restarts. A tokenizer that
-        cannot be loaded passes. Raise `TokenizerError` with the reason if the trial failed, now or earlier. Raise
-        `OSError` if the process cannot be started.
+        `TIMEOUT_SECONDS`. A pass is stored on the disk, and a failure in memory until the engine restarts. A tokenizer
+        that cannot be loaded passes. Raise `TokenizerError` with the reason if this trial or an earlier one failed.
+        Raise `OSError` if the process cannot be started.
         """
         if fingerprint in self._passed:
             return
@@ -90,13 +91,13 @@ class TokenizerTrials:
         raise TokenizerError(f"{folder.name}: {self._failed[fingerprint]}")
 
     def find_cause(self, fingerprint: str) -> str:
-        """Return why the model with this fingerprint may not be used. Return an empty text if it passed or was not
-        tried yet."""
+        """Return why the model with this fingerprint may not be used: the fault of its trial. Return an empty text if
+        the model passed or was not tried yet."""
         return self._failed.get(fingerprint, "")
 
     def compute_need_bytes(self, fingerprint: str, files: int) -> int:
-        """Return the bytes that a trial of this model may take; 0 if it was tried. `files` is the size of its
-        tokenizer's files in bytes."""
+        """Return the bytes that a trial of the model with this fingerprint may take; 0 if the model was already tried.
+        `files` is the size of the tokenizer's files in bytes."""
         tried = fingerprint in self._passed or fingerprint in self._failed
         return 0 if tried else self._memory + MEMORY_PER_FILE_BYTE * files
 

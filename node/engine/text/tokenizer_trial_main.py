@@ -2,9 +2,9 @@
 
     python -P -m node.engine.text.tokenizer_trial_main FOLDER CPU_SECONDS
 
-A timer of CPU time ends the process; no native call delays it. A panic of the native tokenizer excludes the model,
+A timer of CPU time ends the process, even during a native call. A panic of the native tokenizer excludes the model,
 because each text that makes a regular expression exceed its limit of steps takes seconds. Other errors of the template
-or the tokenizer are no reason to refuse the model: each fails only its own request.
+or the tokenizer do not exclude the model, because each of them fails only its own request.
 """
 
 import os
@@ -20,7 +20,7 @@ from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED, EXIT_PANICKED
 from wire.frames import Generate, GenerationParams, Message
 
 MAX_TEXT_CHARS = 20_000
-"""Characters of the longest texts, without their end: enough to reveal an expression with exponential time."""
+"""Characters of the longest texts, without their end. They suffice to detect an expression with exponential time."""
 PIECES = (
     "a",
     " ",
@@ -41,12 +41,13 @@ PIECES = (
     "{{",
     "a" * 63 + "!",
 )
-"""Texts are repetitions of these, with and without another end: tokenizers' expressions match them greedily."""
+"""Pieces of which long texts are repetitions, with and without a different end. Expressions of tokenizers match such
+texts greedily."""
 TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]'
 
 
 def generate_prompts() -> Iterator[Generate]:
-    """Yield the prompts of a trial: conversations of usual shapes, with and without tools, and long texts."""
+    """Yield the prompts of a trial: typical conversations, with and without tools, and long texts."""
     user, model = Message("user", "Hello, how are you?"), Message("assistant", "Fine!")
     for messages in ((user,), (Message("system", "Be brief."), user), (user, model, user), (user, model) * 20):
         for tools in ("", TOOLS):
@@ -60,8 +61,8 @@ def generate_prompts() -> Iterator[Generate]:
 def main() -> int:
     """Try the model in the folder of the command line.
 
-    Return the exit code: 0, `EXIT_NOT_LOADED` if its tokenizer cannot be loaded, or `EXIT_PANICKED` if it panics. A
-    prompt that the template refuses is no failure. SIGPROF ends the process after the CPU time of the command line.
+    Return the exit code: 0, `EXIT_NOT_LOADED` if the tokenizer cannot be loaded, or `EXIT_PANICKED` if it panics. A
+    prompt that the template refuses is not a failure. SIGPROF ends the process after the CPU time of the command line.
     """
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -81,4 +82,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main())  # an orderly end of Python would free each module of transformers, which takes 0.1 s
+    os._exit(main())  # a regular exit of Python would free each module of transformers, which takes 0.1 s

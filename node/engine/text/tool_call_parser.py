@@ -1,8 +1,8 @@
 """Tool calls from a block of model text: one parser for each model family, one result format.
 
-The parsers may raise any exception on text that they do not understand. A block is accepted only if every call has a
-name and arguments. The arguments must be an object, or the JSON text of an object. Null and empty text count as `{}`.
-For any other arguments, such as lists or sets, the result is empty, and the caller sends the block as content.
+The parsers may raise any exception for text that they cannot parse. A block is accepted only if every call has a name
+and arguments. The arguments must be an object, or the JSON text of an object. Null and empty text count as `{}`. For
+any other arguments, such as lists or sets, the result is empty, and the caller sends the block as content.
 """
 
 import json
@@ -13,22 +13,22 @@ from typing import Final, cast
 from node.engine.text.stop_strings import count_overlap
 
 Parse = Callable[[str, list[object]], object]
-"""Parser of a block without its markers, given the request's tools. Returns a call or a list of calls; may raise any
-exception."""
+"""Function `parse(block, tools)` that parses a block without its markers. It returns a call or a list of calls, and may
+raise any exception."""
 
 NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 MAX_BLOCK_CHARS: Final = 1 << 18
-"""Maximum characters of a block for a parser. Some patterns take time with the square of the length."""
+"""Maximum characters of a block for a parser, because the time of some patterns is quadratic in the length."""
 
 
 class ToolCallParser:
     """Parser of the tool calls in one choice; `count` is the number of calls so far.
 
-    The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
-    the request's tools: if the parser returns no valid calls with one, the next is used. `end` is the marker at the end
-    of a call; empty if a call ends with the answer. `client_names` has the client's names of tools by the names that
-    the model uses, where they differ. `call_end` is the end of a call within a block of several; empty if a block has
-    only one.
+    The id of a call is `prefix` and its index. If `parse` is None, no block is a call. `tools` has one or more forms of
+    the request's tools; if the parser returns no valid calls with one form, the next is tried. `end` is the marker at
+    the end of a call; empty if a call ends with the answer. `client_names` has the client's names of tools by the names
+    that the model uses, where they differ. `call_end` is the end of a call within a block of several calls; empty if a
+    block has only one call.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ToolCallParser:
         """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`), and add the calls
         to `count`.
 
-        Return an empty list if the block is no call or has more than `MAX_BLOCK_CHARS` characters. Never raise.
+        Return an empty list if the block is not a call or has more than `MAX_BLOCK_CHARS` characters. Never raise.
         """
         if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []
@@ -64,10 +64,10 @@ class ToolCallParser:
         return []
 
     def list_complete_parts(self, block: str, start: str) -> list[str]:
-        """Return the beginnings of a block without its end that can consist of complete calls, the longest first.
+        """Return the prefixes of an unfinished block that can consist of complete calls, the longest first.
 
-        `start` is the marker before the block. Calls that end with the answer may be separated by this marker. Their
-        arguments are JSON: a call that the token limit cuts before its arguments has no end.
+        `start` is the marker before the block. Calls that end with the answer may be separated by this marker. Such a
+        call is complete if it ends with a closing bracket, because its arguments are JSON.
         """
         if self.end:
             before, end, _ = block.rpartition(self._call_end) if self._call_end else ("", "", "")
@@ -101,8 +101,8 @@ class ToolCallParser:
 
 
 def _render_arguments(arguments: object) -> str:
-    """Return arguments as the JSON text of an object. Text must be an object already; empty arguments become an empty
-    object."""
+    """Return arguments as the JSON text of an object. Text must be the JSON of an object; empty arguments become an
+    empty object."""
     if isinstance(arguments, str):
         arguments = cast("object", json.loads(arguments or "{}"))
     if not isinstance(arguments, dict | None):
