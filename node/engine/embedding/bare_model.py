@@ -1,8 +1,8 @@
 """Loader of the layers of a decoder without its output layer.
 
-In a checkpoint of an embedding model, the weights have the names of the complete model, or of its layers alone
-(`MistralModel`). The latter has no output layer. Vectors do not need one: it is left out, unless mlx-lm's class of the
-model requires it.
+A checkpoint of an embedding model names its weights as the complete model does, or as the layers alone do
+(`MistralModel`). A checkpoint of the second kind has no output layer. Vectors do not need an output layer. It is
+therefore left out, unless mlx-lm's class of the model requires it.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _get_classes = cast(
 
 
 def load_bare_model(folder: Path) -> tuple[TextModel, dict[str, Any]]:
-    """Return the lazy model in a folder and its config; an output layer is left out where the architecture allows it.
-    Exceptions of a faulty checkpoint propagate."""
+    """Return the model in a folder, with lazy weights, and its config. Leave out the output layer if the architecture
+    allows that. Exceptions of mlx-lm for a faulty checkpoint propagate."""
     model, config = load_model(folder, lazy=True, model_config={_TIED: True}, get_model_classes=_get_bare_classes)
     return cast("TextModel", model), config
 
 
 def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the classes of an architecture, whose weights get the names of the complete model."""
+    """Return the model class of an architecture, changed to rename its weights, and the class of its arguments."""
     model_class, arguments_class = _get_classes(config=config)
     can_tie = any(field.name == _TIED for field in dataclasses.fields(arguments_class))
 
@@ -39,8 +39,8 @@ def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
         """Model whose checkpoint may lack the output layer and the prefix of its layers."""
 
         def sanitize(self, weights: Weights) -> Weights:
-            """Return the weights by the names of the complete model (`rename_weights`), as its own `sanitize` leaves
-            them."""
+            """Rename the weights of the checkpoint (`rename_weights`), pass them through the `sanitize` of the original
+            class if it has one, and return the result."""
             named = rename_weights(weights, without_output=can_tie)
             if not hasattr(model_class, "sanitize"):
                 return named
@@ -53,7 +53,7 @@ def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 def rename_weights(weights: Weights, *, without_output: bool) -> Weights:
     """Return weights by the names of the complete model: names of layers alone get the prefix `model.`.
 
-    With `without_output`, leave out those of the output layer.
+    With `without_output`, leave out the weights of the output layer.
     """
     kept = {name: array for name, array in weights.items() if not (without_output and name.startswith(_OUTPUT))}
     if any(name.startswith((_PREFIX, _OUTPUT)) for name in kept):

@@ -9,7 +9,7 @@ for later requests of the same scope (`PreparedEmbedding.cache_scope`), usually 
 
 Rules
 - Memory: A copy is made only if it fits now. The copy in a request counts against its reservation, the copy in the
-  prefix cache as cached memory. Without room for a copy, the beginning is computed, or not stored.
+  prefix cache as cached memory. Without room for a copy, the request computes the beginning, or does not store it.
 - Scopes: A request finds beginnings of its own scope, as in the prefix cache of chats.
 - Faults: After a fault, all entries of the model in memory are evicted, because the fault may be in an entry.
 - Disk: Shared beginnings are not written to the disk cache, because they are short.
@@ -31,7 +31,7 @@ _NEXT_TOKEN = 0
 class BeginningStore:
     """Prefix cache of shared beginnings (see the module's docstring).
 
-    `store` has the sequences of all models, `memory` makes room for them.
+    `store` contains the cached sequences of all models, and `memory` makes room for them.
     """
 
     def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory) -> None:
@@ -44,8 +44,8 @@ class BeginningStore:
         return self._find(prepared.request.model, prepared.inputs[0], prepared.cache_scope).length
 
     def restore(self, request: EmbeddingRequest) -> None:
-        """Copy the cached part of the beginning of a request into the request, and count a hit. Do nothing if none is
-        cached or the copy has no room."""
+        """Copy the cached part of a request's beginning into the request, and count a cache hit. Do nothing if no part
+        is cached, or if the copy has no room in memory."""
         prepared, beginning = request.prepared, request.beginning
         hit = self._find(request.loaded_model.name, (*beginning, _NEXT_TOKEN), prepared.cache_scope)
         if hit.entry is None or hit.entry.value is None:
@@ -58,7 +58,7 @@ class BeginningStore:
     def store(self, request: EmbeddingRequest) -> None:
         """Store a copy of the complete beginning of a request, unless it is cached or memory does not suffice.
 
-        To make room, evict other cached prefixes, also if the room does not suffice then.
+        Other cached prefixes are evicted to make room, even if the room then still does not suffice.
         """
         name, scope, key = request.loaded_model.name, request.prepared.cache_scope, pack(request.beginning)
         layers = copy_prefix(request.beginning_cache, len(request.beginning))

@@ -1,8 +1,8 @@
 """Forwards for embeddings: each is built as a whole, and evaluated in parts, some layers at a time.
 
-A forward over one short text already takes a good part of a decode step, because it reads all weights. While rows
-decode, a decode step follows each part. A forward may therefore have many texts, and the gaps between the tokens of
-these rows stay short.
+A forward over one short text already takes nearly as long as a decode step, because it reads all weights. Forwards
+therefore have many texts. While rows decode, a decode step follows each part of a forward, which keeps the gaps between
+the tokens of these rows short.
 """
 
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ from wire.frames import Frame, split_vectors
 
 
 class WaitingText(NamedTuple):
-    """Text that has no vector yet, of one request."""
+    """Text of a request that has no vector yet."""
 
     request: EmbeddingRequest
     place: int
@@ -38,16 +38,15 @@ class WaitingText(NamedTuple):
 
     @property
     def segment(self) -> int:
-        """Position of the first token of the second text of a pair; 0 for a single text, or if the model has no
-        segments."""
+        """Position of the first token of the second text, if the text is a pair and the model has segments; else 0."""
         segments = self.request.prepared.segments
         return segments[self.place] if segments else 0
 
 
 class EmbeddingForward(ABC):
-    """Forward of the texts of some requests for one model.
+    """Forward over texts of some requests for one model.
 
-    `need`: bytes that the whole forward needs. `parts` are the lazy arrays to evaluate, part after part.
+    `need`: bytes that the whole forward needs. `parts` has the lazy arrays to evaluate for each part, in order.
     """
 
     def __init__(
@@ -58,9 +57,9 @@ class EmbeddingForward(ABC):
         self.tokens = tokens
         """Tokens that run in the forward, without padding."""
         self.number = requests[0].number if len(requests) == 1 else 0
-        """Number of its request; 0 if there are several."""
+        """Number of the request; 0 if the forward began with several requests."""
         self.seconds = 0.0
-        """Seconds that its parts took so far."""
+        """Seconds that the completed parts took."""
         self._need = need
         self._count = len(parts)
         self._parts = list(reversed(parts))
@@ -87,14 +86,14 @@ class EmbeddingForward(ABC):
         return not self._parts
 
     def take_arrays(self, *, rest: bool) -> Sequence[Any]:
-        """Return the arrays to evaluate for the next part, or with `rest` for all parts that are left. Remove these
-        parts."""
+        """Remove the next part and return its arrays, which the caller evaluates. With `rest`, remove all remaining
+        parts and return the arrays whose evaluation runs them all."""
         if rest:
             del self._parts[1:]  # its arrays depend on those of all other parts
         return self._parts.pop()
 
     def record_part(self, seconds: float, peak: MlxPeakTracker) -> None:
-        """Record that a part took `seconds`, and its memory. `peak` was marked at the start of the part."""
+        """Record the duration and the memory of a part. `peak` must have been marked at the start of the part."""
         above = peak.measure_peak_above_mark()
         self.seconds += seconds
         self._highest = max(self._highest, self._held + above)
@@ -113,9 +112,10 @@ class EmbeddingForward(ABC):
 
 
 class TextsForward(EmbeddingForward):
-    """Forward over whole texts, padded to the longest one. `vectors` are their lazy vectors, in the order of `texts`.
+    """Forward over whole texts, padded to the longest one.
 
-    `written`: bytes of its results and caches. `need` and `parts` are described at `EmbeddingForward`.
+    `vectors` are the lazy vectors in the order of `texts`. `written`: bytes of the results and caches of the forward.
+    `need` and `parts` are described at `EmbeddingForward`.
     """
 
     def __init__(
@@ -178,9 +178,9 @@ class ChunkForward(EmbeddingForward):
         self._grew = after.capacity > before.capacity
 
     def complete(self) -> list[Frame]:
-        """Record the measurements of the chunk. If the text or shared beginning is complete, end it in its request.
-        Return the frames with the vector of a complete text, else an empty list. Raise `NotFiniteError` if a number of
-        the vector is not finite; the text has then ended."""
+        """Record the measurements of the chunk. If it completes the text or shared beginning, record that in the
+        request. Return the frames with the vector of a complete text, else an empty list. Raise `NotFiniteError` if a
+        number of the vector is not finite; the text counts as complete then."""
         request, loaded_model = self.requests[0], self.loaded_model
         text = _get_partial(request)
         stored = text.stored_tokens

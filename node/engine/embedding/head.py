@@ -1,6 +1,6 @@
 """Embedding head: the steps of a loaded model from token ids to vectors or scores.
 
-The steps are the layers of the model, the pooling, the Dense layers, the normalization and the scorer.
+The steps are the layers of the model, the pooling, the Dense layers, the normalization and the scorer, in this order.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,8 @@ from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
 
 HiddenStates = Callable[..., mx.array]
-"""Function from token ids (texts, tokens), and an optional `cache`, to hidden states (texts, tokens, features)."""
+"""Function that returns the hidden states, shape (texts, tokens, features), of token ids, shape (texts, tokens). Its
+argument `cache`, a list of layer caches, is optional."""
 _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     Activation.IDENTITY: lambda array: array,
     Activation.TANH: mx.tanh,
@@ -28,7 +29,7 @@ _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
 
 
 COPIES = 3
-"""Copies of the states in single precision while they are pooled: the states, masked, and weighted."""
+"""Copies of the hidden states in single precision during the pooling: converted, masked and weighted."""
 _SINGLE = frozenset({Pooling.CLS, Pooling.LAST})
 """Poolings that read the state of one token."""
 
@@ -45,13 +46,13 @@ class EmbeddingHead:
     layout: EmbeddingLayout
     """Pooling and further steps, as the model's files define them."""
     run_layers: HiddenStates | Encoder
-    """Function that computes hidden states, the layers of a decoder without its output layer; or an encoder."""
+    """Encoder, or the layers of a decoder without its output layer, as a function that computes hidden states."""
     dense: tuple[dict[str, mx.array], ...]
-    """Weights of its Dense layers by their names in the file, in the order of the layers."""
+    """Weights of each Dense layer by name in its file, in the order of the layers."""
     dimensions: int
     """Numbers of a vector; 1 if the model computes scores."""
     token_bytes: int = 0
-    """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
+    """Bytes of the hidden state of a token in single precision; 0 if no pooling reads the states of all tokens."""
     score: Scorer | None = None
     """Function that computes the logits of scores from pooled states; None if the model computes vectors."""
 
@@ -61,16 +62,16 @@ class EmbeddingHead:
         return isinstance(self.run_layers, Encoder)
 
     def estimate_bytes(self, tokens: int) -> int:
-        """Return the bytes for pooling the states of `tokens` tokens, padding included."""
+        """Return the transient bytes for pooling the states of `tokens` tokens, padding included."""
         return COPIES * self.token_bytes * tokens
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Arrays of the Dense layers."""
+        """Weights of the Dense layers."""
         return [array for layer in self.dense for array in layer.values()]
 
     def start(self, lengths: Sequence[int]) -> PooledTexts:
-        """Return the empty pooling of texts with these lengths in tokens."""
+        """Return a pooling for texts of these lengths in tokens, to which no states have been added yet."""
         return PooledTexts(self.layout.poolings, lengths)
 
     @property
@@ -86,12 +87,13 @@ class EmbeddingHead:
         segments: Sequence[int] = (),
         parts: int = 1,
     ) -> list[mx.array]:
-        """Build a forward over the next tokens of some texts, padded to one length, and add their states to `pooled`,
-        lazily.
+        """Build a forward over the next tokens of some texts, and add their lazy states to `pooled`. Evaluate nothing.
 
-        Return the states after each of its `parts` but the last, shape (texts, tokens, features), lazily; none if the
-        architecture does not show them. Without a `cache`, `rows` must have whole texts. `segments` has the position of
-        the first token of each second text of a pair, 0 without a second text; empty if no text has one.
+        `rows` has the token ids of the texts, padded to one length; without a `cache`, these must be whole texts.
+        `segments` has for each row the position of the first token of the second text, or 0 for a row without a second
+        text. It is empty if all rows are single texts. Return the lazy states, shape (texts, tokens, features), after
+        each of the `parts` of the forward but the last. The list is empty if the architecture does not show the states
+        between its layers.
         """
         pauses, between = choose_pauses(self.layers, parts), list[mx.array]()
 
@@ -108,10 +110,10 @@ class EmbeddingHead:
         return between
 
     def finish(self, pooled: PooledTexts) -> mx.array:
-        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision,
-        lazily.
+        """Return the vectors of texts whose tokens were all added: a lazy array in single precision, shape (texts,
+        dimensions).
 
-        A model that computes scores returns the scores as its vectors, from 0 to 1.
+        If the model computes scores, each vector is one score from 0 to 1.
         """
         vectors = pooled.compute()
         for layer, weights in zip(self.layout.dense, self.dense, strict=True):
@@ -124,11 +126,11 @@ class EmbeddingHead:
 
 
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:
-    """Return the lazy head of a model.
+    """Return the embedding head of the model in a folder, with lazy weights.
 
-    Raise `EmbeddingHeadError` if its parts do not fit together, its vectors are too long, or the model gives no access
-    to hidden states. Raise `ValueError` if a token of its scores is not in the vocabulary. Exceptions of faulty files
-    propagate.
+    Raise `EmbeddingHeadError` if the layers do not fit together, the vectors are too long, or the model gives no access
+    to hidden states. Raise `ValueError` if an answer token of its scores is not in the vocabulary. Exceptions of MLX
+    for faulty files propagate.
     """
     if isinstance(model, Encoder):
         layers, hidden = model, model.shape.hidden

@@ -11,7 +11,8 @@ from typing import Any, cast
 import mlx.core as mx
 
 StateRecorder = Callable[[int, mx.array], None]
-"""Called with the number of layers that have run, and their lazy states, shape (texts, tokens, features)."""
+"""Function that is called after a layer with the number of layers that have run. The second argument is the lazy states
+after this layer, shape (texts, tokens, features)."""
 
 
 def choose_pauses(layers: int, parts: int) -> frozenset[int]:
@@ -31,8 +32,8 @@ def count_layers(module: object) -> int:
 def record_layers(module: object, record: StateRecorder) -> Generator[None]:
     """Call `record` after each layer that a decoder of mlx-lm runs while the context is open.
 
-    `module` is the module with the list of layers; without such a list nothing is recorded. Only the inference thread
-    may use the module meanwhile.
+    `module` is the module with the list of layers; without such a list, `record` is never called. While the context is
+    open, only the inference thread may use the module.
     """
     layers = _list_layers(module)
     own = list(layers)
@@ -49,7 +50,7 @@ def _list_layers(module: object) -> list[Any]:
 
 
 class _RecordedLayer:
-    """Layer that records its states. It has the attributes of the layer, which some architectures read."""
+    """Layer that records its output. It has the attributes of the wrapped layer, which some architectures read."""
 
     def __init__(self, layer: Any, number: int, record: StateRecorder) -> None:
         self._layer = layer

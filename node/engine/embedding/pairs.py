@@ -1,4 +1,4 @@
-"""Tokens of a query and a document, from which a model computes the score of the document."""
+"""Tokenization of a query with a document, from whose tokens a model computes the score of the document."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -10,7 +10,7 @@ from node.models.embedding_layout import AnswerTokens
 from wire.frames import Embed, Generate, GenerationParams, Message
 
 _PLACE: Final = "\ue000document\ue000"
-"""Text in the place of the document while the prompt is rendered."""
+"""Placeholder of the document while the prompt is rendered."""
 _QWEN_HEAD: Final = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
@@ -29,9 +29,9 @@ class TokenizedPair(NamedTuple):
 
 
 class PromptPairs:
-    """Prompts of one request to a reranker that is a decoder. They differ in the document only.
+    """Prompts of one request to a reranker that is a decoder. The prompts differ only in the document.
 
-    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the model has no chat template, or it leaves out the
+    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the chat template is missing or leaves out the
     document, and `TokenizerPanic` if the native tokenizer panics. Other errors of the template propagate.
     """
 
@@ -62,9 +62,9 @@ class PromptPairs:
 
 
 class EncoderPairs:
-    """Pairs of the query of one request and a document for a cross-encoder, joined as its tokenizer joins two texts.
+    """Pairs of the query of one request and a document for a cross-encoder, joined by the tokenizer of the model.
 
-    `most`: maximum tokens of a pair. Raise `TemplateFailed` for a tokenizer that joins no texts.
+    `most`: maximum tokens of a pair. Raise `TemplateFailed` for a tokenizer that cannot join two texts.
     """
 
     def __init__(self, tokenizer: Tokenizer, request: Embed, most: int) -> None:
@@ -75,8 +75,8 @@ class EncoderPairs:
         self._most = most
 
     def tokenize(self, document: str) -> TokenizedPair:
-        """Return the tokens of the pair with a document. The document is cut to `max_tokens` of the request, and with
-        `truncate` to the room that is left.
+        """Return the tokens of the pair with a document. Cut the document to `max_tokens` of the request (0: no cut).
+        With `truncate`, also cut the document to the room that `most` leaves.
 
         Without `truncate`, a pair may have more than `most` tokens. With `truncate`, raise `TooLong` for a query
         without room for any document. Raise `TokenizerPanic` if the native tokenizer panics.

@@ -14,8 +14,10 @@ _SUMS = frozenset({Pooling.MEAN, Pooling.MEAN_SQRT_LENGTH})
 
 
 class PooledTexts:
-    """Pooled states of the texts of one batch, whose tokens arrive in chunks. `poolings` are joined in their order.
-    `lengths` are in tokens."""
+    """Pooled states of the texts of one batch, whose tokens arrive in chunks.
+
+    `poolings` are the kinds of pooling, whose results are concatenated in this order. `lengths`: tokens of each text.
+    """
 
     def __init__(self, poolings: Sequence[Pooling], lengths: Sequence[int]) -> None:
         self._poolings = tuple(dict.fromkeys(poolings))
@@ -28,11 +30,14 @@ class PooledTexts:
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """Arrays with the results so far, for `mx.eval`."""
+        """Lazy arrays with the results so far. Evaluation of these arrays releases the states that were added."""
         return tuple(self._parts.values())
 
     def add(self, states: mx.array) -> None:
-        """Add the hidden states of the next tokens of all texts, shape (texts, tokens, features), lazily."""
+        """Add the hidden states of the next tokens of all texts, shape (texts, tokens, features), without evaluation.
+
+        States after the end of a text are padding, and are ignored.
+        """
         places = mx.arange(self._start, self._start + states.shape[1])[None]
         own = places < self._lengths
         for pooling in self._poolings:
@@ -43,7 +48,7 @@ class PooledTexts:
         self._start += states.shape[1]
 
     def compute(self) -> mx.array:
-        """Return the pooled states in single precision, shape (texts, features × poolings), lazily."""
+        """Return the pooled states: a lazy array in single precision, shape (texts, features × poolings)."""
         count = self._lengths.astype(mx.float32)
         divisors = {
             Pooling.MEAN: count,

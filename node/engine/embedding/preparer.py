@@ -25,8 +25,10 @@ log = structlog.get_logger("engine.prompts")
 
 
 class EmbeddingPreparer:
-    """Tokenization of requests for embeddings and scores. `tokenizers` loads and keeps the tokenizers. `context(found)`
-    returns the maximum tokens of a text for a model. `recorder` records native calls; None: they are not recorded.
+    """Tokenization of requests for embeddings and scores. `tokenizers` loads and caches the tokenizers.
+
+    `context(found)` returns the maximum tokens of a text for a model. `recorder` records native calls; None: they are
+    not recorded.
     """
 
     def __init__(
@@ -42,8 +44,8 @@ class EmbeddingPreparer:
         self._recorder = recorder
 
     def prepare(self, request: Embed) -> PreparedEmbedding:
-        """Tokenize the texts of a request. Return the prepared request, or its refusal. Never raise, because the
-        calling threads must not end."""
+        """Tokenize the texts of a request. Return the prepared request, whose `refused` is set if it is refused. Never
+        raise, because an exception would end the calling thread."""
         try:
             with self._record(request):
                 return self._prepare(request)
@@ -109,7 +111,7 @@ def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, mos
 
 
 def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:
-    """Return the tokens of a text, with those that the tokenizer adds to every text.
+    """Return the tokens of a text, including the tokens that the tokenizer adds to every text.
 
     With `truncate`, return at most `most` tokens: the end of the text is cut, the added tokens stay. Without
     `truncate`, raise `TooLong` for a very long text with more tokens (`Tokenizer.encode`). Other texts are returned

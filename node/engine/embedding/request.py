@@ -19,8 +19,8 @@ BEGINNING = -1
 
 @dataclass(slots=True, eq=False)
 class PartialText:
-    """Text or shared beginning that runs chunk by chunk over a KV cache. A text is split if no forward over the whole
-    text has room or time for it."""
+    """Text or shared beginning that runs chunk by chunk over a KV cache. A text is split if a forward over the whole
+    text has no room or takes too long."""
 
     place: int
     """Position of the text in its request; `BEGINNING` for the shared beginning of the request's texts."""
@@ -31,7 +31,7 @@ class PartialText:
     pooled: PooledTexts
     """Pooled states of the tokens that have run."""
     stored_tokens: int = 0
-    """Number of tokens in the cache, those of the shared beginning included."""
+    """Number of tokens in the cache, including the tokens of the shared beginning."""
 
     @property
     def left(self) -> int:
@@ -64,14 +64,14 @@ class EmbeddingRequest:
     retry_at: float = 0.0
     """Time of the next attempt after a refusal by the gate. 0.0 or a past time: the request does not wait."""
     alone: bool = False
-    """Whether the texts share no forward with those of other requests, because such a forward failed."""
+    """Whether the texts run in forwards without texts of other requests, because a shared forward failed."""
     partial: PartialText | None = None
     """Text or shared beginning in progress over a cache; None without one."""
     waiting: list[int] = field(default_factory=list[int])
     """Positions of the texts that have no vector and are not `partial`, the longest first. Texts of a forward in
     progress are included until it is complete."""
     beginning: tuple[int, ...] = ()
-    """Tokens with which all texts begin, if their cache serves all texts; else empty."""
+    """Shared beginning of the texts; empty if each text runs from its first token (`find_shared_beginning`)."""
     beginning_cache: list[LayerCache] = field(default_factory=list[LayerCache])
     """Keys and values of `beginning`; empty until they are computed or restored."""
     restored_tokens: int = 0
@@ -94,7 +94,7 @@ class EmbeddingRequest:
 
     @property
     def dimensions(self) -> int:
-        """Numbers of each vector to send: the requested number, else that of the embedding head."""
+        """Length of each vector to send: the requested length, or the length that the embedding head computes."""
         head = self.loaded_model.head
         return self.prepared.request.dimensions or (0 if head is None else head.dimensions)
 
@@ -115,7 +115,7 @@ class EmbeddingRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its texts have vectors or scores."""
+        """Whether all texts of the request have vectors or scores."""
         return not self.waiting and self.partial is None
 
     def count_beginning(self) -> int:
@@ -127,9 +127,8 @@ class EmbeddingRequest:
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that the request still needs for the vectors of its remaining texts, and the caches of the
-        longest text and the beginning. The bytes of caches that exist already are subtracted.
-        """
+        """Return the bytes that the request still needs: vectors of its remaining texts, and caches of its longest text
+        and shared beginning. The bytes of existing caches are subtracted."""
         texts = len(self.waiting) + (self.partial is not None)
         vectors = texts * self.dimensions * NUMBER_BYTES
         beginning = compute_cache_bytes(self.loaded_model, len(self.beginning), 0)
@@ -148,7 +147,8 @@ class EmbeddingRequest:
         return min(most, sum_nbytes(self.partial.cache))
 
     def mark_begun(self, now: float) -> None:
-        """Record the start of a forward at the monotonic time `now`: the first one sets `begun`. End the delay."""
+        """Record the start of a forward at the monotonic time `now`. Only the first forward sets `begun`. Clear
+        `retry_at`."""
         self.begun = self.begun or now
         self.retry_at = 0.0
 
@@ -161,13 +161,13 @@ class EmbeddingRequest:
         self.alone = True
 
     def take(self, places: Sequence[int]) -> None:
-        """Remove the texts at these positions from the waiting ones, because they have vectors."""
+        """Remove the texts at these positions from `waiting`, because their vectors are computed."""
         done = set(places)
         self.waiting = [place for place in self.waiting if place not in done]
 
     def create_next(self) -> PartialText:
-        """Return the shared beginning if it is needed, else the shortest waiting text, to run over a cache of its own.
-        The cache of a text continues the cache of the shared beginning. The request does not change."""
+        """Return the shared beginning if it is needed, else the shortest waiting text, with a new cache. The cache of a
+        text starts as a copy of the shared beginning's cache, if there is one. The request does not change."""
         head = self.loaded_model.head
         assert head is not None  # noqa: S101 only a model with a head admits such a request
         if self.needs_beginning:
@@ -186,9 +186,10 @@ class EmbeddingRequest:
         self.partial = text
 
     def restore_beginning(self, layers: list[LayerCache], tokens: int) -> None:
-        """Set the keys and values of the first `tokens` tokens of the shared beginning: copies of cached ones.
+        """Use `layers`, a copy from the prefix cache, as the keys and values of the first `tokens` tokens of the shared
+        beginning.
 
-        If the beginning has more tokens, it becomes the text in progress.
+        If the beginning has more tokens, it becomes `partial`, and its other tokens still have to run.
         """
         head = self.loaded_model.head
         assert head is not None  # noqa: S101 only a model with a head admits such a request
@@ -200,7 +201,7 @@ class EmbeddingRequest:
             self.partial = PartialText(BEGINNING, self.beginning, layers, pooled, tokens)
 
     def end_beginning(self) -> None:
-        """End the shared beginning in progress, which is complete, and keep its cache for the texts."""
+        """Record that the shared beginning, which is `partial`, is complete. Keep its cache for the texts."""
         assert self.partial is not None  # noqa: S101 it is in progress
         self.beginning_cache, self.partial = self.partial.cache, None
 
@@ -216,19 +217,19 @@ class EmbeddingRequest:
         self.beginning_cache.clear()
 
     def build_finished(self, now: float) -> Finished:
-        """Return the `Finished` frame of the request at the monotonic time `now`, with the tokens of its texts and the
-        restored tokens. Its durations are the seconds before and since the first forward."""
+        """Return the `Finished` frame of a request that ends at the monotonic time `now`, with its numbers of tokens
+        and restored tokens. Its timings are the seconds before the first forward and those since then."""
         timings = Timings(self.begun - self.arrived, now - self.begun)
         return Finished(self.number, (), self.prepared.tokens, 0, self.restored_tokens, timings=timings)
 
 
 def compute_cache_bytes(loaded_model: LoadedModel, tokens: int, floor: int) -> int:
-    """Return the bytes of the cache of a text. A text of at most `floor` tokens needs none."""
+    """Return the KV bytes of a text of `tokens` tokens. A text of at most `floor` tokens needs no cache: 0."""
     return compute_row_bytes(loaded_model.kv, tokens) if tokens > floor else 0
 
 
 class EmbeddingTable:
-    """Live requests for embeddings, by number. Their memory counts as reserved."""
+    """Live requests for embeddings or scores, by number. Their memory counts as reserved."""
 
     def __init__(self) -> None:
         self._live: dict[int, EmbeddingRequest] = {}
@@ -243,7 +244,7 @@ class EmbeddingTable:
         return iter(tuple(self._live.values()))
 
     def find(self, number: int) -> EmbeddingRequest | None:
-        """Return a request; None if it has ended or is unknown."""
+        """Return the request with this number; None if it has ended or is unknown."""
         return self._live.get(number)
 
     def add(self, request: EmbeddingRequest) -> None:
@@ -259,9 +260,9 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return how many tokens of all requests together have not been processed (`EmbeddingRequest.left`)."""
+        """Return the number of tokens of all requests that have not been processed (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that all requests reserve."""
+        """Return the sum of the bytes that the requests reserve (`EmbeddingRequest.compute_reserved_bytes`)."""
         return sum(request.compute_reserved_bytes() for request in self._live.values())

@@ -24,8 +24,8 @@ PAD_TOKEN = 0
 class EmbeddingRunner:
     """Runner of forwards for embeddings, part by part. `floor`: tokens of the smallest chunk.
 
-    In all methods, `now` is in monotonic seconds. `part_seconds`: seconds that a part may take; 0: all layers are one
-    part.
+    In all methods, `now` is in monotonic seconds, and `part_seconds` is the expected time of a part in seconds. If
+    `part_seconds` is 0, the forward is one part.
     """
 
     def __init__(self, forwards: GatedForwards, floor: int) -> None:
@@ -33,10 +33,10 @@ class EmbeddingRunner:
         self._floor = floor
 
     def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
-        """Return the leading texts that pass the gate in one forward. After each refusal, the first half of the refused
-        texts is tried.
+        """Return the leading texts that pass the gate in one forward. After each refusal, try the first half of the
+        refused texts.
 
-        Return an empty sequence if not even the first one passes. Each refusal is counted
+        Return an empty sequence if the gate refuses even the first text alone. Each refusal is counted
         (`GatedForwards.count_shrink`).
         """
         while texts:
@@ -114,11 +114,12 @@ class EmbeddingRunner:
         return ChunkForward(request, count, need, parts, vectors, before=before, after=after, results=results)
 
     def run_part(self, forward: EmbeddingForward, *, rest: bool) -> list[Frame] | Refused:
-        """Run the next part of a forward, or with `rest` all parts that are left. The first part has passed the gate.
+        """Run the next part of a forward, or with `rest` all remaining parts. The first part has already passed the
+        gate; each later part is checked here.
 
-        Return the frames with vectors after the last part, an empty list before. Return the refusal if a later part has
-        no room; the forward may continue. Raise `Halted` if the engine was halted, `NotFiniteError` if a number of the
-        vectors is not finite. Exceptions of MLX propagate.
+        Return the frames with vectors after the last part, otherwise an empty list. Return the refusal if a later part
+        has no room; the part may be tried again. Raise `Halted` if the engine was halted, and `NotFiniteError` if a
+        number of the vectors is not finite. Exceptions of MLX propagate.
         """
         if forward.has_begun:  # other work may have taken the room of this part
             refused = self._forwards.check(GateSite.EMBED, forward.need)
@@ -147,10 +148,10 @@ def _count_parts(loaded_model: LoadedModel, tokens: int, past: int, seconds: flo
 
 
 def estimate_batch_bytes(texts: Sequence[WaitingText]) -> int:
-    """Return the bytes that one forward over texts needs, with their copies of the shared beginning's cache.
+    """Return the bytes that one forward over texts needs, including their copies of the shared beginning's cache.
 
-    There is at least one text, and all texts have the model and the beginning of the first. Each is padded to the
-    longest.
+    `texts` has at least one text. All texts have the same model and the same shared beginning, and are padded to the
+    longest text.
     """
     loaded_model, head = _get_model(texts[0].request)
     longest = max(len(text.own_ids) for text in texts)
@@ -159,7 +160,7 @@ def estimate_batch_bytes(texts: Sequence[WaitingText]) -> int:
 
 
 def _estimate_copies_bytes(texts: Sequence[WaitingText]) -> int:
-    """Return the bytes of the caches of texts that run over copies of a shared beginning; 0 without one."""
+    """Return the bytes of the caches of texts that run over copies of a shared beginning; 0 without a beginning."""
     request = texts[0].request
     if not request.beginning:
         return 0

@@ -6,15 +6,16 @@
 Rules
 - Gate: every part of a forward is checked before it runs (`runner`). A batch is halved before it is refused.
 - Turns: a turn is one part of a forward, or all remaining parts while no row decodes. The engine alternates these turns
-  with those of prefills.
+  with the turns of prefills.
 - Time: while rows decode, a part may take `PART_PER_STEP` times a decode step, which bounds the gaps between tokens. A
-  forward over several texts may take `MAX_PARTS` of these times, because later requests wait for its end.
-- Fairness: the next request is chosen as the next prefill is (`chunk_policy.next_prefill`).
-- Batches: the shortest texts of a request run together, with texts of other requests for the same model that are not
-  longer.
+  forward over several texts may take at most `MAX_PARTS` of these times, because later requests wait for its end.
+- Fairness: `chunk_policy.next_prefill` chooses the next request, as it chooses the next prefill.
+- Batches: the shortest texts of a request run together. Texts of other requests for the same model join them if these
+  are not longer.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
   stored for later requests (`beginning_store`).
-- Faults: if a forward over several requests raises, each of them runs alone from then on, and the faulty one fails.
+- Faults: if a forward over several requests raises, each of these requests runs alone from then on. A request whose own
+  forward raises fails.
 """
 
 import time
@@ -47,10 +48,11 @@ log = structlog.get_logger("engine.embedding")
 
 
 class EmbeddingScheduler:
-    """Scheduler of the requests for embeddings of all models.
+    """Scheduler of the requests for embeddings or scores of all models.
 
-    `table` has the live requests, `scheduler` the rows that decode, `beginnings` the stored beginnings. `chunk`:
-    maximum tokens of a forward. `floor`: tokens of the smallest chunk. `now` is in monotonic seconds in all methods.
+    `table` has the live requests, `scheduler` the rows that decode, and `beginnings` the cached shared beginnings.
+    `chunk`: maximum tokens of a forward. `floor`: tokens of the smallest chunk. `now` is in monotonic seconds in all
+    methods.
     """
 
     def __init__(
@@ -89,13 +91,14 @@ class EmbeddingScheduler:
         return any(request.retry_at <= now for request in self._list_next())
 
     def _list_next(self) -> Sequence[EmbeddingRequest]:
-        """Return the requests of which one has the next turn: the first of the forward in progress, or all."""
+        """Return the candidates for the next turn: the first request of the forward in progress, or all requests."""
         return list(self._table) if self._forward is None else self._forward.requests[:1]
 
     # events
 
     def cancel(self, number: int, now: float) -> bool:
-        """Cancel a request without a further frame. Return False if it has ended or is unknown."""
+        """Cancel the request with this number, and send no further frame for it. Return False if it has ended or is
+        unknown."""
         request = self._table.find(number)
         if request is not None:
             self._remove(request, now)
@@ -111,12 +114,12 @@ class EmbeddingScheduler:
         return newest is not None
 
     def drain_output(self) -> list[Frame]:
-        """Return the frames to send since the last call."""
+        """Return the frames to send that were produced since the last call."""
         frames, self._output = self._output, []
         return frames
 
     def close(self, now: float) -> None:
-        """Release the memory of all requests, because the process ends."""
+        """Remove all requests and release their memory, because the process ends. Send no frames for them."""
         for request in self._table:
             self._remove(request, now)
 
@@ -216,10 +219,10 @@ class EmbeddingScheduler:
     ) -> list[WaitingText]:
         """Return the texts to run in one forward, of at most `tokens` tokens with padding.
 
-        They are those of `first` from the shortest on, then texts of other requests that are not longer. One text of at
-        most the smallest chunk may exceed `tokens`. Texts after a shared beginning run with those of the same request
-        only. Return none if the next text has more tokens or is in progress, or if the shared beginning is needed
-        first.
+        These are the texts of `first`, the shortest first, then texts of other requests that are not longer. One text
+        of at most the smallest chunk may exceed `tokens`. Texts after a shared beginning run only with texts of the
+        same request. Return none if the next text has more tokens or is in progress, or if the shared beginning must
+        run first.
         """
         if first.partial is not None or first.needs_beginning:
             return []
@@ -256,9 +259,9 @@ class EmbeddingScheduler:
         self._remove(first, now)
 
     def _delay(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
-        """Delay a request that has no room now, while other work may release memory; else refuse it.
+        """Delay a request that has no room now if other work may release memory; otherwise refuse the request.
 
-        No other texts run during its forward. The forward is given up when the request is refused.
+        While its forward is in progress, no other texts run. A refusal discards the forward.
         """
         others = self._forward is None and any(other is not request and other.retry_at <= now for other in self._table)
         waits = others or self._scheduler.next_step_at(now) is not None
@@ -273,7 +276,7 @@ class EmbeddingScheduler:
         self._remove(request, now)
 
     def _remove(self, request: EmbeddingRequest, now: float) -> None:
-        """Remove a request that has ended. Give up the forward in progress if no other request needs it."""
+        """Remove a request that has ended. Discard the forward in progress if no other request needs it."""
         self._table.remove(request, now)
         if self._forward is not None:
             self._forward.remove_request(request)

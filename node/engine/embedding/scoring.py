@@ -8,14 +8,14 @@ import mlx.core as mx
 from node.models.embedding_layout import AnswerTokens
 
 Scorer = Callable[[mx.array], mx.array]
-"""Function from the pooled states of texts, shape (texts, features), to their logits, shape (texts, 1)."""
+"""Function that returns the logits, shape (texts, 1), of pooled states of texts, shape (texts, features)."""
 
 
 def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
-    """Return the scorer of a decoder of mlx-lm: the logit of the token `answers.true`, minus the logit of the token
-    `answers.false` if there is one.
+    """Return the scorer of an mlx-lm decoder. Its score is the logit of the token `answers.true`, minus the logit of
+    `answers.false` unless that is None.
 
-    Of the output layer, only the rows of these tokens are used. Raise `ValueError` for a token that it does not have.
+    Only the rows of the output layer for these tokens are used. Raise `ValueError` for a token without a row.
     """
     tokens = [answers.true] if answers.false is None else [answers.true, answers.false]
     rows = _read_output_rows(cast("Any", model), tokens).astype(mx.float32)

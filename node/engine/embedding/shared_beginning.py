@@ -11,8 +11,8 @@ from node.engine.models.loaded_model import LoadedModel
 from node.models.embedding_layout import Pooling
 
 MIN_TOKENS = 32
-"""Minimum tokens of a beginning that is computed separately. For a shorter one, the extra forward costs as much as it
-saves."""
+"""Minimum tokens of a beginning that is computed separately. For a shorter beginning, the extra forward costs as much
+as it saves."""
 MIN_TEXTS = 3
 """Minimum number of texts whose shared beginning is computed separately if it is not cached."""
 
@@ -20,14 +20,14 @@ MIN_TEXTS = 3
 def find_shared_beginning(
     loaded_model: LoadedModel, texts: Sequence[tuple[int, ...]], cached: int = 0
 ) -> tuple[int, ...]:
-    """Return the tokens with which all texts begin; at least one token of each text is left out. Return an empty tuple
-    if they are too few to be computed separately, or the model cannot continue from them.
+    """Return the tokens with which all texts begin, without the last token of the shortest text. Return an empty tuple
+    if these are fewer than `MIN_TOKENS`, or if the model cannot continue from a cached beginning.
 
-    `cached`: tokens of that beginning in the prefix cache. For fewer than `MIN_TEXTS` texts, at most these are
+    `cached`: number of these tokens in the prefix cache. For fewer than `MIN_TEXTS` texts, at most `cached` tokens are
     returned.
 
-    A model can continue if it is a decoder that reads the state of the last token only. Its layers must all keep keys
-    and values by position.
+    A model can continue if it is a decoder whose pooling reads only the state of the last token. All its layers must
+    keep keys and values by position.
     """
     head = loaded_model.head
     most = len(texts[0]) if len(texts) >= MIN_TEXTS else cached
@@ -42,6 +42,6 @@ def find_shared_beginning(
 def count_shared_tokens(texts: Sequence[tuple[int, ...]]) -> int:
     """Return the length in tokens of the common prefix of all texts, at most the length of the shortest text minus
     1."""
-    first, last = min(texts), max(texts)  # in their order, each other text is between these two
+    first, last = min(texts), max(texts)  # all other texts sort between these two
     most = min(len(text) for text in texts) - 1
     return next((place for place in range(most) if first[place] != last[place]), most)

@@ -1,4 +1,4 @@
-"""Vectors of texts after the forward: length 1, fewer dimensions, numbers that are not finite."""
+"""Steps after the forward: scale vectors to length 1, shorten them, and check that their numbers are finite."""
 
 from typing import Any, cast
 
@@ -10,14 +10,15 @@ class NotFiniteError(ValueError):
 
 
 def normalize(vectors: mx.array) -> mx.array:
-    """Return `vectors`, shape (texts, numbers), each scaled to the length 1; a vector of zeros stays."""
+    """Return `vectors`, shape (texts, numbers), each scaled to the length 1. A vector of zeros does not change."""
     return vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all), as bytes, text after text.
+    """Return `vectors`, shape (texts, numbers), cut to the first `dimensions` numbers each (0: all), as bytes.
 
-    The numbers are in single precision, as in `vectors`. Cut vectors are normalized again if `normalized`.
+    The numbers are in single precision, as in `vectors`, text after text. With `normalized`, shortened vectors are
+    scaled to the length 1 again.
     """
     if dimensions and dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]

@@ -24,7 +24,7 @@ _SEGMENTS = "embeddings.token_type_embeddings"
 
 
 def list_bert_names(shape: EncoderShape) -> Iterator[str]:
-    """Yield the names of the weights of an encoder of this shape. Optional ones end with a question mark."""
+    """Yield the names of the weights of an encoder of this shape. An optional name ends with a question mark."""
     for name in (_WORDS, _PLACES, _SEGMENTS):
         yield from list_layer_names(name, bias=False)
     yield from list_layer_names("embeddings.LayerNorm")
@@ -57,11 +57,11 @@ def run_bert(
     segments: mx.array | None,
     record: StateRecorder,
 ) -> mx.array:
-    """Return the hidden states of texts, shape (texts, tokens, features), lazily. `ids` has the shape (texts, tokens).
+    """Return the hidden states of texts, a lazy array of the shape (texts, tokens, features).
 
-    `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments`, shape (texts, tokens),
-    are 1 for tokens of a second text; None if all tokens belong to the first. RoBERTa ignores them. `record` is called
-    after each layer.
+    `ids` are token ids, shape (texts, tokens). `mask`, shape (texts, 1, 1, tokens), is False for padding; None without
+    padding. `segments`, shape (texts, tokens), is 1 for tokens of the second text of a pair; None without second texts.
+    RoBERTa ignores `segments`. `record` is called after each layer.
     """
     places = mx.arange(ids.shape[1]) + shape.first_position
     states = weights.take_rows(_WORDS, ids)
@@ -90,7 +90,8 @@ def _run_layer(
 
 
 def classify_bert(weights: EncoderWeights, shape: EncoderShape, states: mx.array) -> mx.array:
-    """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
+    """Return the logits of the classifier, a lazy array of the shape (texts, 1). `states` are pooled hidden states,
+    shape (texts, features)."""
     is_bert = shape.family is EncoderFamily.BERT
     inner, last = ("pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj")
     return weights.apply_linear(last, mx.tanh(weights.apply_linear(inner, states)))

@@ -28,7 +28,7 @@ class Encoder:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All weights."""
+        """Weights that the encoder uses, some of them possibly not loaded yet."""
         return list(self._weights.arrays.values())
 
     def run(
@@ -38,11 +38,11 @@ class Encoder:
         segments: Sequence[int] = (),
         record: StateRecorder = lambda layer, states: None,
     ) -> mx.array:
-        """Return the hidden states of texts lazily: shape (texts, tokens, features).
+        """Return the hidden states of texts, a lazy array of the shape (texts, tokens, features).
 
         `rows` are the token ids of the texts, padded to one length, `lengths` the numbers of tokens without padding.
-        `segments` has the position of the first token of each second text of a pair, 0 without a second text; empty if
-        no text has one. `record` is called after each layer.
+        `segments` has for each row the position of the first token of the second text, or 0 for a row without a second
+        text. It is empty if all rows are single texts. `record` is called after each layer.
         """
         ids = mx.array([list(row) for row in rows])
         places, tokens = mx.arange(ids.shape[1])[None], ids.shape[1]
@@ -56,15 +56,16 @@ class Encoder:
         return run_bert(self._weights, self.shape, ids, mask, second, record)
 
     def classify(self, states: mx.array) -> mx.array:
-        """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
+        """Return the logits of the classifier, a lazy array of the shape (texts, 1). `states` are pooled hidden states,
+        shape (texts, features)."""
         classify = classify_modernbert if self._is_modern else classify_bert
         return classify(self._weights, self.shape, states)
 
 
 def load_encoder(folder: Path, shape: EncoderShape) -> Encoder:
-    """Return the lazy encoder in a folder.
+    """Return the encoder in a model folder, with lazy weights.
 
-    Raise `EncoderWeightsError` if a weight is missing or has too few rows, `OSError` or `ValueError` for a
+    Raise `EncoderWeightsError` if a weight is missing or has too few rows. Raise `OSError` or `ValueError` for a
     `config.json` that cannot be read or parsed. Raise `KeyError`, `TypeError` or `ValueError` for quantized weights
     without bits or group size. Exceptions of MLX for faulty weight files propagate.
     """

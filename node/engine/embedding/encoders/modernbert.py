@@ -21,7 +21,7 @@ _WORDS = "embeddings.tok_embeddings"
 
 
 def list_modernbert_names(shape: EncoderShape) -> Iterator[str]:
-    """Yield the names of the weights of an encoder of this shape. Optional ones end with a question mark."""
+    """Yield the names of the weights of an encoder of this shape. An optional name ends with a question mark."""
     yield from list_layer_names(_WORDS, bias=False)
     for name in ("embeddings.norm", "final_norm"):
         yield from list_layer_names(name, bias=None)
@@ -42,9 +42,9 @@ def list_modernbert_rows(shape: EncoderShape) -> dict[str, int]:
 def run_modernbert(
     weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None, record: StateRecorder
 ) -> mx.array:
-    """Return the hidden states of texts, shape (texts, tokens, features), lazily.
+    """Return the hidden states of texts, a lazy array of the shape (texts, tokens, features).
 
-    `ids` has the shape (texts, tokens). `mask`, shape (texts, 1, 1, tokens), is False for padding; None without
+    `ids` are token ids, shape (texts, tokens). `mask`, shape (texts, 1, 1, tokens), is False for padding; None without
     padding. `record` is called after each layer.
     """
     states = weights.take_rows(_WORDS, ids)
@@ -58,8 +58,8 @@ def run_modernbert(
 
 
 def _build_window(tokens: int, window: int, mask: mx.array | None) -> mx.array | None:
-    """Return the mask of layers with a window: True for tokens at most `window` tokens away that are no padding. Return
-    `mask` if the window covers all tokens."""
+    """Return the mask of layers with a window: True for tokens at most `window` positions away that are not padding.
+    Return `mask` if the window covers all tokens."""
     if tokens <= window + 1:
         return mask
     places = mx.arange(tokens)
@@ -88,6 +88,7 @@ def _run_layer(
 
 
 def classify_modernbert(weights: EncoderWeights, shape: EncoderShape, states: mx.array) -> mx.array:
-    """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
+    """Return the logits of the classifier, a lazy array of the shape (texts, 1). `states` are pooled hidden states,
+    shape (texts, features)."""
     inner = apply_gelu(weights.apply_linear("head.dense", states))
     return weights.apply_linear("classifier", weights.normalize("head.norm", inner, shape.epsilon))

@@ -10,7 +10,7 @@ import mlx.core as mx
 PREFIXES = ("", "bert.", "roberta.", "model.")
 """Prefixes of the names of an encoder within a larger model."""
 _OLDER = {".gamma": ".weight", ".beta": ".bias"}
-"""Older ends of names of normalizations."""
+"""Suffixes of normalization weights in older checkpoints, and the suffixes that replace them."""
 
 
 class EncoderWeightsError(ValueError):
@@ -18,10 +18,11 @@ class EncoderWeightsError(ValueError):
 
 
 class EncoderWeights:
-    """Weights of an encoder. `names` are those that the encoder uses, optional ones with a question mark at the end.
+    """Weights of an encoder, chosen from the weights of a checkpoint, and the layers that use them.
 
-    `quantization` are bits and group size of quantized weights; None if there are none. Raise `EncoderWeightsError` for
-    a missing weight.
+    `arrays` are the weights of the checkpoint by name. `names` are the names that the encoder uses; an optional name
+    ends with a question mark. `quantization` has the bits and the group size of quantized weights; None if none are
+    quantized. Raise `EncoderWeightsError` for a missing weight.
     """
 
     def __init__(
@@ -39,14 +40,15 @@ class EncoderWeights:
         """Weights that the encoder uses, by name without a prefix of `PREFIXES`."""
 
     def check_rows(self, name: str, rows: int) -> None:
-        """Raise `EncoderWeightsError` if an embedding has fewer than `rows` rows: MLX does not check indices."""
+        """Raise `EncoderWeightsError` if the embedding matrix `name` has fewer than `rows` rows, because MLX does not
+        check indices."""
         found = self.arrays[f"{name}.weight"].shape[0]
         if found < rows:
             raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
 
     def take_rows(self, name: str, ids: mx.array) -> mx.array:
-        """Return the rows of the embedding matrix `name` for `ids`. The result has the shape of `ids` and one more
-        dimension, the features."""
+        """Return the rows of the embedding matrix `name` with the indices `ids`, dequantized. The result has the shape
+        of `ids` and one more dimension, the features."""
         weight = self.arrays[f"{name}.weight"]
         if f"{name}.scales" not in self.arrays or self._quantization is None:
             return weight[ids]
@@ -57,7 +59,7 @@ class EncoderWeights:
     def apply_linear(self, name: str, states: mx.array) -> mx.array:
         """Return the output, shape (…, outputs), of the linear layer `name` for `states`, shape (…, inputs).
 
-        A quantized layer is not unpacked.
+        The weights of a quantized layer stay quantized in memory.
         """
         weight, bias = self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias")
         if f"{name}.scales" in self.arrays and self._quantization is not None:
@@ -71,23 +73,23 @@ class EncoderWeights:
     def normalize(self, name: str, states: mx.array, epsilon: float) -> mx.array:
         """Return `states`, shape (…, features), normalized over their features by the layer `name`.
 
-        `epsilon` is the small number in the divisor.
+        `epsilon` is added to the variance.
         """
         return mx.fast.layer_norm(states, self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias"), epsilon)
 
 
 def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
-    """Return the names of the weights of a layer, with those of its quantization, which are optional.
+    """Return the names of the weights of a layer, including the optional weights of its quantization.
 
-    Optional names end with a question mark. `bias`: whether the layer has a bias; None: the bias is optional.
+    An optional name ends with a question mark. `bias`: whether the layer has a bias; None: the bias is optional.
     """
     names = [f"{name}.weight", f"{name}.scales?", f"{name}.biases?"]
     return names if bias is False else [*names, f"{name}.bias" if bias else f"{name}.bias?"]
 
 
 def read_arrays(folder: Path) -> dict[str, mx.array]:
-    """Return the weights of all `model*.safetensors` in a folder, lazily, by name; older names of normalizations are
-    replaced. Exceptions of faulty files propagate."""
+    """Return the lazy weights of all files `model*.safetensors` in a folder, by name. Older names of normalization
+    weights are replaced. Exceptions of MLX for faulty files propagate."""
     arrays: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         arrays |= cast("dict[str, mx.array]", mx.load(str(file)))
@@ -95,7 +97,7 @@ def read_arrays(folder: Path) -> dict[str, mx.array]:
 
 
 def read_quantization(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return bits and group size of quantized weights from a parsed `config.json`; None if they are not quantized.
+    """Return the bits and the group size of quantized weights from a parsed `config.json`; None if it has no entry.
 
     Raise `KeyError`, `TypeError` or `ValueError` for an entry without these numbers.
     """
@@ -112,20 +114,19 @@ def _rename(name: str) -> str:
 
 
 def apply_gelu(states: mx.array) -> mx.array:
-    """Return the Gaussian error linear unit (GELU, by the error function) of each number of `states`, in their
-    shape."""
+    """Apply the Gaussian error linear unit (GELU, exact form with the error function) to each number in `states`."""
     return states * (1 + mx.erf(states / math.sqrt(2))) / 2
 
 
 def compute_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
-    """Return the attention of all heads, shape (texts, tokens, features). The inputs have the shape (texts, heads,
-    tokens, size). `mask` is True where a token may be seen; None: all are seen."""
+    """Return the attention output of all heads, shape (texts, tokens, features). The inputs have the shape (texts,
+    heads, tokens, size). `mask` is True where a token may attend to another; None: everywhere."""
     texts, heads, tokens, size = queries.shape
     mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=size**-0.5, mask=mask)
     return mx.reshape(mx.transpose(mixed, (0, 2, 1, 3)), (texts, tokens, heads * size))
 
 
 def split_heads(states: mx.array, heads: int) -> mx.array:
-    """Return states, shape (texts, tokens, features), by head, shape (texts, heads, tokens, size)."""
+    """Split the features by head: reshape (texts, tokens, features) to (texts, heads, tokens, size)."""
     texts, tokens, features = states.shape
     return mx.transpose(mx.reshape(states, (texts, tokens, heads, features // heads)), (0, 2, 1, 3))
