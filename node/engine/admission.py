@@ -1,4 +1,4 @@
-"""Rules of admission: the refusals of a request before and at its admission, and the memory that it needs. Pure."""
+"""Rules that refuse a request before or at its admission, and that compute the memory of a request. Pure."""
 
 from typing import NamedTuple, Protocol
 
@@ -31,9 +31,9 @@ class RequestLimits(NamedTuple):
     def compute_shape(
         self, prepared: PreparedRequest | PreparedEmbedding, descriptor: ModelDescriptor
     ) -> preflight.RequestShape:
-        """Return the size of a prepared request for a model: tokens of prompt, limit and expected answer, and choices.
+        """Return the size of a prepared request: its prompt tokens, answer tokens (limit and expected) and choices.
 
-        The size of a request for embeddings is that of its longest text, with 0 tokens of answer and one choice.
+        For embeddings, the prompt is the longest text of the request, the answer has 0 tokens, and there is one choice.
         """
         if isinstance(prepared, PreparedEmbedding):
             return preflight.RequestShape(prepared.longest, 0, 0, 1)
@@ -43,7 +43,7 @@ class RequestLimits(NamedTuple):
 
 
 class CostLedger(Protocol):
-    """Interface of the ledger of a model's commitments that `compute_admission_cost` uses."""
+    """Method of a model's ledger of commitments that `compute_admission_cost` uses."""
 
     def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add to the committed memory."""
@@ -51,19 +51,19 @@ class CostLedger(Protocol):
 
 
 class AdmissionCost(NamedTuple):
-    """Costs of a request at its admission, in bytes."""
+    """Memory that a request needs at its admission, in bytes."""
 
     rows: int
-    """Bytes that its rows or texts add to the committed memory, padding included."""
+    """Bytes that the rows or texts of the request add to the committed memory, padding included."""
     total: int
-    """`rows`, plus the transient bytes of one forward: the largest of a chat; for embeddings, the smallest possible
-    for the longest text."""
+    """`rows`, plus the transient bytes of one forward. For a chat this is the largest forward; for embeddings, the
+    smallest forward with which the longest text can run."""
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
-    """Return the costs in bytes of a request of the size `shape`: of its rows, and of these with its highest transient.
+    """Return the memory that a chat request of the size `shape` needs at its admission. Commit nothing.
 
-    `ledger` has the commitments of its model, `model` is the model's report. Nothing is committed.
+    `ledger` has the commitments of the request's model, and `model` is the model's report.
     """
     rows = ledger.compute_cost(shape.length, shape.choices)
     return AdmissionCost(
@@ -72,15 +72,15 @@ def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, mo
 
 
 def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescriptor) -> int:
-    """Return the bytes of KV of a request's rows, from the model's files, for a model that is not loaded yet."""
+    """Return the KV bytes of all rows of a request whose model is not loaded yet, computed from the model's files."""
     return compute_row_bytes(descriptor.kv, shape.length) * shape.choices
 
 
 def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | None) -> Refused | None:
-    """Return the refusal to resume an answer that another model of this name began; None for any other request, or
-    without a `descriptor`.
+    """Return the refusal of a request to resume an answer that a different model of this name began.
 
-    The router knows only the last report, and the model of this node may have changed since.
+    Return None for any other request, or if `descriptor` is None. The router cannot prevent such requests, because it
+    knows only the last report of this node, whose model may have changed since.
     """
     if isinstance(request, Embed) or not request.fingerprint or descriptor is None:
         return None
@@ -92,22 +92,22 @@ def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | 
 
 
 def refuse_unknown_model(name: str) -> Refused:
-    """Return the refusal of a model that this node does not have."""
+    """Return the refusal of a request for the model `name`, which this node does not have."""
     return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
 
 
 def refuse_unloadable_model(name: str, cause: str) -> Refused:
-    """Return the refusal of a model that cannot be loaded, for this cause."""
+    """Return the refusal of a request for the model `name`, which cannot be loaded because of `cause`."""
     return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
 
 
 def refuse_before_load(
     request: Generate | Embed, shape: preflight.RequestShape, model: Model, memory: Memory, batch: int
 ) -> Refused | None:
-    """Return the refusal of a request whose model is not loaded; None if it may wait for the load.
+    """Return the refusal of a request whose model is not loaded; None if the request may wait for the load.
 
-    `model` is the reported model, with the cause if it cannot be loaded. `batch` is the maximum number of rows that
-    decode together.
+    `model` is the model's report. Its `cause` is the reason why the model cannot be loaded, or empty. `memory` is the
+    current reading, and `batch` the maximum number of rows that decode together.
     """
     if model.cause:
         return refuse_unloadable_model(model.name, model.cause)
@@ -118,7 +118,7 @@ def refuse_before_load(
 def refuse_improper(
     prepared: PreparedRequest, shape: preflight.RequestShape, model: Model, vocabulary: int, batch: int
 ) -> Refused | None:
-    """Return the refusal of a request that this node cannot serve, however much memory is free; None if it might.
+    """Return the refusal of a request that this node can never serve, however much memory is free; otherwise None.
 
     Check the model, structured output, the limits of choices and context, and the token ids of prompt, logit bias and
     resumed answer. `vocabulary` is the model's number of token ids, `batch` the maximum rows that decode together.
@@ -136,8 +136,8 @@ def refuse_improper(
 
 
 def build_refusal(prepared: PreparedRequest | PreparedEmbedding, refused: Refused) -> Refusal:
-    """Return the `Refusal` frame of a tokenized request, with the number of its prompt tokens. The frame of a request
-    for embeddings has no such number, because the request has several texts."""
+    """Return the `Refusal` frame of a tokenized request, with the number of its prompt tokens. The number is None for
+    embeddings, because such a request has several texts."""
     tokens = prepared.tokens if isinstance(prepared, PreparedRequest) else None
     return Refusal(prepared.request.request, refused, tokens)
 
@@ -147,8 +147,8 @@ def refuse_embedding(
 ) -> Refused | None:
     """Return the refusal of a request for embeddings or scores that the model cannot serve; None if it can.
 
-    Check the requested length of the vectors and the token ids, not the memory. The model computes vectors of
-    `dimensions` numbers, and has `vocabulary` token ids.
+    Check the requested length of the vectors and the token ids, not the memory. `layout` has the lengths that the model
+    supports, `dimensions` is the length of its vectors, and `vocabulary` the number of its token ids.
     """
     request, wanted = prepared.request, prepared.request.dimensions
     if wanted and wanted != dimensions and not layout.can_shorten:

@@ -63,9 +63,10 @@ log = structlog.get_logger("engine.text")
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
-    """Return the text engine for these settings, after a scan of the model folders. The loads of preloaded models are
-    queued. All present objects are exempted from garbage collection. Raise `ValueError` if the size of the disk cache
-    cannot be parsed.
+    """Scan the model folders, queue the loads of the preloaded models, and return the text engine for these settings.
+
+    All existing objects are exempted from garbage collection (`gc.freeze`). `recorder` records the calls of MLX. Raise
+    `ValueError` if the size of the disk cache cannot be parsed.
 
     Environment variables name the places on the disk: `MACPOOL_PROFILES` the folder of measurements, `MACPOOL_DIGESTS`
     the file of digests, `MACPOOL_DISK_CACHE` the folder of the disk cache. Without a variable, nothing is stored there.
@@ -93,14 +94,13 @@ def compose(
     create_gate: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
     trials: TokenizerTrials | None = None,
 ) -> TextEngine:
-    """Return a text engine for the models of a catalogue. The loads of preloaded models are queued.
+    """Return a text engine for the models of a catalogue, and queue the loads of the preloaded models.
 
     `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
-    None: there is none. `metal()` opens the Metal device.
-    `create_gate(residual)` returns the memory gate. `residual()` returns the worst residual of the loaded models in
-    bytes (`ModelTable.compute_residual`). `trials` are the trials of tokenizers; None: trials whose results are stored
-    in `profiles`.
-    Raise `ValueError` if the size of the disk cache cannot be parsed.
+    None: no disk cache. `metal()` opens the Metal device. `create_gate(residual)` returns the memory gate, where
+    `residual()` returns the worst residual of the loaded models in bytes (`ModelTable.compute_residual`). `trials` are
+    the trials of tokenizers; None: trials whose results are stored in `profiles`. Raise `ValueError` if the size of the
+    disk cache cannot be parsed.
     """
     mlx = settings.engine.mlx
     scheduler_limits = SchedulerLimits(mlx.max_batch_size, mlx.prefill_step_size, mlx.min_prefill_step)
@@ -108,7 +108,7 @@ def compose(
     limits = RequestLimits(mlx.max_tokens, mlx.max_context, mlx.max_batch_size)
     pinned = frozenset(settings.models.preload)
 
-    # state, and readings of it
+    # state and its readings
     models, waiting, blocks, prefixes = ModelTable(), WaitingRequests(), LoadBlocks(), PrefixCache[Layers]()
     embedding_table = EmbeddingTable()
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)

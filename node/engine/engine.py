@@ -6,8 +6,8 @@
 - Reports: `model_describer` describes the models, with the functions of `model_report`.
 
 `build` composes the parts. One iteration (`step`) is a decode step of every batch, one piece of a load, and one prefill
-forward or turn of embeddings. Last comes one forward of a sweep. Each request ends in exactly one `Finished`, `Refusal`
-or `Failed`; a cancelled request gets no further frame.
+forward or turn of embeddings. It ends with one forward of a sweep. Each request ends with exactly one `Finished`,
+`Refusal` or `Failed`; a cancelled request gets no further frame.
 """
 
 import time
@@ -212,8 +212,8 @@ class TextEngine:
         return []
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next step: `now` if work is due. It is later for retries, memory checks,
-        unloads of idle models and writes to the disk cache. Return None if only a frame can bring work."""
+        """Return the monotonic time of the next step: `now` if work is due; later for retries, memory checks, unloads
+        of idle models and writes to the disk cache. Return None if the next step needs a frame first."""
         parts = self.parts
         works, embeds = parts.scheduler.next_step_at(now), parts.embeddings.next_step_at(now)
         if embeds is not None:
@@ -234,7 +234,7 @@ class TextEngine:
 
     def step(self, now: float) -> Iterator[Sequence[Frame]]:
         """Decode, load a piece of a model, then run one prefill forward or one turn of requests for embeddings. Yield
-        the frames of each part before the next part starts: no token waits for a chunk.
+        the frames of each part before the next part starts, because generated tokens must not wait for a chunk.
 
         Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
         for leaks and write to the disk cache. If no request has work, check the invariants, free MLX's buffers and
@@ -276,7 +276,7 @@ class TextEngine:
         parts.emergency_reserve.maintain(now)
 
     def check(self) -> list[str]:
-        """Return one sentence for each violated invariant of rows and loads; an empty list if all hold."""
+        """Return one sentence for each violated invariant of rows and loads; an empty list if there is none."""
         return [*self.parts.scheduler.check(), *self.parts.model_manager.check()]
 
     def report(self, now: float) -> EngineReport:
@@ -314,7 +314,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Wait for work on the device. Then release all requests, the models with their cached prefixes, and the disk
-        cache. If the wait raises, release them as well; the exception propagates."""
+        cache. If the wait raises, release the same, and propagate the exception."""
         try:
             self.parts.scheduler.synchronize()
         finally:
@@ -326,8 +326,8 @@ class TextEngine:
     # memory
 
     def _check_leak(self) -> None:
-        """Compare the footprint with that before the first load. The emergency reserve and cached prefixes are no
-        leak."""
+        """Compare the footprint with the footprint before the first load, and log a leak. The emergency reserve and
+        cached prefixes are not a leak."""
         release_free_memory()
         parts = self.parts
         memory, returns = parts.memory.read_now(), parts.unloader.leak_check

@@ -7,7 +7,7 @@
                                                                    └ its model is not loaded: waits for the load
 
 Requests for embeddings take the same path, and enter the `EmbeddingTable` in place of the scheduler. The rules are in
-`admission`. A request that is known already, or that was cancelled, is ignored.
+`admission`. A request whose number is already known, or that was cancelled, is ignored.
 """
 
 import os
@@ -58,11 +58,11 @@ requests than needed would be preempted."""
 
 
 class RequestAdmission:
-    """Admission of requests in the engine. `acked` is the highest sequence number (`Generate.seq`, `Embed.seq`) that
-    `admit_or_queue` has decided; 0 before the first.
+    """Admission of requests in the engine.
 
-    `embeddings` are the live requests for embeddings, `beginnings` is the cache of their shared beginnings. `floor` is
-    the smallest prefill chunk in tokens. `now` is in monotonic seconds in all methods.
+    `embeddings` are the live requests for embeddings, and `beginnings` is the cache of their shared beginnings. `floor`
+    is the smallest prefill chunk in tokens. `now` is in monotonic seconds in all methods. `acked` is the highest
+    sequence number (`Generate.seq`, `Embed.seq`) of a request that was passed to `admit_or_queue`; 0 before the first.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class RequestAdmission:
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a prompt to tokenization by a prompt thread if there is room for that, and reserve the memory.
 
-        Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. `prompt.need` bytes
-        are reserved, and the prompt's model, if loaded, is not unloaded, until the tokenization ends.
+        Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is already known. Until the
+        tokenization ends, `prompt.need` bytes are reserved, and the prompt's model is not unloaded if it is loaded.
         """
         number = prompt.frame.request
         if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
@@ -123,7 +123,7 @@ class RequestAdmission:
         return [prompt]
 
     def _take_cancellation(self, number: int) -> bool:
-        """Return whether a request was cancelled before it arrived, and remove its number from the cancelled ones."""
+        """Return whether a request was cancelled before it arrived, and clear that cancellation."""
         if number not in self._cancelled:
             return False
         del self._cancelled[number]
@@ -137,9 +137,9 @@ class RequestAdmission:
     def admit_or_queue(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
         """Admit a request, queue it until its model is loaded, or refuse it.
 
-        Return `Admitted` (and `Finished` if nothing is left to generate) or `Refusal`; no frame for a queued request.
-        Return an empty list as well for a request that is known or was cancelled before. The request's sequence number
-        counts as decided in `acked` in all cases.
+        Return `Admitted` (and `Finished` if nothing is left to generate) or `Refusal`; an empty list for a queued
+        request. Return an empty list as well for a request that is already known or was cancelled. In all cases,
+        `acked` includes the sequence number of the request.
         """
         request = prepared.request
         self.acked = max(self.acked, request.seq)
@@ -174,8 +174,8 @@ class RequestAdmission:
     def admit(
         self, loaded_model: LoadedModel, prepared: PreparedRequest | PreparedEmbedding, arrived: float, now: float
     ) -> list[Frame]:
-        """Check a request against the memory now, commit its memory, and start it; or refuse it. Return its answer so
-        far: `Admitted`, followed by `Finished` if nothing is left to generate, or `Refusal`.
+        """Check a request against the current memory, commit its memory and start it, or refuse it. Return `Admitted`,
+        followed by `Finished` if nothing is left to generate, or `Refusal`.
 
         `arrived` is the arrival of the request in monotonic seconds. During the call the model is held, so that it is
         not unloaded to make room for its own request.
@@ -215,7 +215,7 @@ class RequestAdmission:
     def _admit_embedding(
         self, loaded_model: LoadedModel, prepared: PreparedEmbedding, arrived: float, now: float
     ) -> list[Frame]:
-        """Check a request for embeddings against the memory now, and start it; or refuse it."""
+        """Check a request for embeddings against the current memory, and start or refuse it."""
         number, head = prepared.request.request, loaded_model.head
         assert head is not None  # noqa: S101 the preparer refuses models of another kind
         refused = refuse_embedding(prepared, head.layout, head.dimensions, loaded_model.vocabulary)
@@ -242,9 +242,9 @@ class RequestAdmission:
     def _make_room_or_refuse(
         self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, key: WeightedKey
     ) -> Refused | None:
-        """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
-        caches and idle models are evicted. If these do not suffice, requests of keys that hold more memory are
-        preempted."""
+        """Return the refusal if there is no room for a request of this key; None if there is room. Before a refusal,
+        evict cached prefixes and unload idle models. If that does not suffice, preempt requests of keys that hold more
+        memory."""
         gate = self._forwards.gate
         rows, cost = costs
         answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, key.name), model, cost, gate)
@@ -275,10 +275,9 @@ class RequestAdmission:
         return True
 
     def read_offered_memory(self, now: float, key: str | None = None) -> Memory:
-        """Return a reading of the memory as offered to a new request of the API key `key`; None: of any key.
+        """Read the memory, and return it as offered to a new request of the API key `key`; None: of any key.
 
-        The bytes that earlier requests need first count as reserved. They are needed by the next chunk of a prefill
-        that waits for memory, and by the oldest preempted request that precedes the new one.
+        Bytes that earlier requests need first count as reserved (`Scheduler.compute_required_bytes`).
         """
         memory, wanted = self._forwards.read_memory(now), self._scheduler.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
@@ -288,8 +287,8 @@ class RequestAdmission:
         """Cancel a chat that waits for its model or was started, or a request for embeddings that waits for its model.
         Send no further frame.
 
-        Remember the number of any other request, which is then ignored at its arrival or after its tokenization. At
-        most `MAX_CANCELLED_REMEMBERED` numbers are remembered.
+        The number of any other request is recorded, and the request is ignored at its arrival or after its
+        tokenization. At most `MAX_CANCELLED_REMEMBERED` numbers are recorded.
         """
         if self._waiting.remove(number) or self._scheduler.cancel(number, now):
             return
@@ -301,7 +300,7 @@ class RequestAdmission:
 def _create_sequence(
     loaded_model: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
 ) -> Sequence:
-    """Create a request's rows, without commitments; resumed rows contain their known tokens."""
+    """Create the rows of a request, without commitments. Resumed rows contain their known tokens."""
     request = prepared.request
     assert prepared.create_pipeline is not None  # noqa: S101 only a refused request has none
     seed = _draw_seed() if request.params.seed is None else request.params.seed

@@ -1,10 +1,11 @@
 """Import of transformers without reading the sources of all its models.
 
-At its import, transformers reads about 2,000 source files twice, to know which names are in which module. That takes a
-third of the CPU time of an engine's imports. The names of a version are fixed, and are stored in a file, as Python's
-bytecode is. As with bytecode, a file that cannot be written is not an error, and a file of another version is not read.
+At its import, transformers reads about 2,000 source files twice, to find which names each module defines. That takes a
+third of the CPU time of an engine's imports. The names of a version are fixed. They are therefore stored in a file, as
+Python stores bytecode. As with bytecode, a file that cannot be written is not an error, and a file of another version
+is not used.
 
-`install()` is called before any module imports transformers.
+`install()` must be called before any module imports transformers.
 """
 
 import json
@@ -28,14 +29,14 @@ _MODULE = "transformers.utils.import_utils"
 def install() -> None:
     """Add an import hook that replaces the function of transformers that reads the sources of its models.
 
-    Do nothing if the hook exists, or if `transformers.utils.import_utils` is imported already.
+    Do nothing if the hook exists, or if `transformers.utils.import_utils` is already imported.
     """
     if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the module `_MODULE`. It removes itself when the module is first searched."""
+    """Finder of the module `_MODULE`. It removes itself when that module is first imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -67,7 +68,7 @@ class _Loader(Loader):
 
 
 def create_reader(models: Path, define: Callable[..., Structure], file: Path) -> Callable[..., Structure]:
-    """Return a replacement of `define(path, prefix)` that computes the structure of the folder `models` at most once.
+    """Return a replacement of `define(path, prefix)` that determines the structure of the folder `models` only once.
 
     If `file` has the structure, the folder is not read. Otherwise the structure is written to `file`, unless Python
     writes no bytecode; a write error is ignored. The replacement passes every other folder to `define`.

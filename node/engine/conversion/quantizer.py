@@ -159,8 +159,11 @@ def _name_file(at: int, count: int) -> str:
 
 
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order. Return its final message, also after a cancel, `OSError`, `ValueError` or `RuntimeError`. Other
-    exceptions propagate. An incomplete result stays in `order.target`."""
+    """Quantize the model of an order, and return the final message for the agent.
+
+    The message also reports a cancel, `OSError`, `ValueError` or `RuntimeError`. Other exceptions propagate. After a
+    failure or a cancel, the incomplete result stays in `order.target`.
+    """
     try:
         return QuantizationRun(order, channel).run()
     except OrderStopped:
@@ -176,13 +179,13 @@ def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def _discard_result(order: QuantizeOrder) -> None:
-    """Delete the incomplete result and end at once, because the memory is not watched without the agent."""
+    """Delete the incomplete result and end the process at once, because only the agent watches its memory."""
     shutil.rmtree(order.target, ignore_errors=True)
     os._exit(1)
 
 
 def main() -> None:
-    """Perform the order that arrives on the standard input, send its end to the standard output, and end the process.
+    """Read an order from the standard input, perform it, write its final message to the standard output, and exit.
 
     The exit code is 0, or 2 if the order cannot be read. When the agent ends, delete the incomplete result and end with
     the code 1.

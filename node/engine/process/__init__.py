@@ -1,1 +1,1 @@
-"""Engine process: entry point, inference thread, interface of engines, crash recorder and device."""
+"""Engine process: entry point, inference thread, interface of engines, crash recorder and errors of the device."""

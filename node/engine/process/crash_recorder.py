@@ -1,8 +1,8 @@
 """Crash recorder: write each native call, before the call begins, to a page of memory that outlives the process.
 
-A crash in native code leaves no time for a message. The page is a deleted file that the engine maps. The agent holds
-its descriptor and reads the page after the end of the process. The page names the model of the running call, and its
-request if the call concerns only one.
+A crash in native code leaves no time for a message. The page is a deleted file that the engine maps. The agent keeps
+its descriptor open, and reads the page after the end of the process. The page names the model of the running call, and
+its request if the call concerns only one.
 
 The page has a slot for the calls of the inference thread, such as a forward or a piece of a load. Each thread that
 tokenizes prompts has another slot, up to three threads. After a crash the call of the inference thread, if any, is the
@@ -28,7 +28,7 @@ SIZE = mmap.PAGESIZE
 MAX_MODEL_BYTES = 800
 """Maximum bytes of a model's name: 200 characters of up to 4 bytes (`wire.identity.is_valid_model`)."""
 SLOT_BYTES = 1024
-"""Bytes of a slot; the first slot is that of the inference thread."""
+"""Bytes of a slot. The first slot belongs to the inference thread."""
 SLOTS = 4
 """Number of slots: one for the inference thread, and one for each of the first threads that tokenize prompts."""
 _LAYOUT = struct.Struct("<BQdH")
@@ -36,7 +36,7 @@ _LAYOUT = struct.Struct("<BQdH")
 
 @dataclass(frozen=True, slots=True)
 class CrashRecord:
-    """Record of a native call, from which the agent finds the request and the model of a crash or hang."""
+    """Record of a native call, which tells the agent the request and the model of a crash or hang."""
 
     doing: NativeCallKind
     """Kind of the call."""
@@ -45,7 +45,7 @@ class CrashRecord:
     model: str
     """Name of the model, cut to `MAX_MODEL_BYTES` bytes."""
     since: float = field(default=0.0, compare=False)
-    """Start of the call in monotonic seconds. It does not count when records are compared."""
+    """Start of the call in monotonic seconds. Comparisons of records ignore it."""
 
 
 class CrashRecorder:
@@ -68,9 +68,10 @@ class CrashRecorder:
 
     @contextmanager
     def record_tokenization(self, model: str, request: int = 0) -> Generator[None]:
-        """Record that this thread tokenizes a prompt for a model, until the context ends.
+        """Record, while the context is open, that the calling thread tokenizes a prompt for a model.
 
-        Nothing is recorded for a thread without a slot: only the first `SLOTS` − 1 threads have one.
+        `request` is the number of the request; 0: unknown. Nothing is recorded for a thread without a slot. Only the
+        first `SLOTS` − 1 threads that tokenize get a slot.
         """
         slot = self._slots.setdefault(threading.get_ident(), len(self._slots) + 1)
         if slot >= SLOTS:
@@ -83,8 +84,8 @@ class CrashRecorder:
             self._page[slot * SLOT_BYTES] = NativeCallKind.NOTHING
 
     def find_oldest_tokenization(self) -> CrashRecord | None:
-        """Return the record of the prompt that has been tokenized for the longest time; None if none is being
-        tokenized."""
+        """Return the record of the tokenization that has been running for the longest time; None if none is
+        running."""
         return _find_oldest(self._page[:], 1)
 
     def end(self) -> None:
@@ -94,7 +95,7 @@ class CrashRecorder:
     def crash(self, model: str, request: int) -> None:
         """End the process as a Metal out-of-memory error does: by SIGABRT during a forward, without clean-up.
 
-        `model` and `request` are recorded as those of the forward.
+        The forward is recorded with `model` and `request` (its number).
         """
         self.begin(NativeCallKind.PREFILL, model, request)
         sys.stderr.write("crash: asked for by engine.scripted.crash\n")
@@ -108,7 +109,7 @@ class CrashRecorder:
 
 
 def create_page() -> int:
-    """Create a page to share with an engine process. Return its descriptor, which the caller closes.
+    """Create a page to share with an engine process. Return its file descriptor, which the caller must close.
 
     Raise `OSError` if no temporary file can be created.
     """
@@ -118,17 +119,18 @@ def create_page() -> int:
 
 
 def read_crash_record(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
-    """Read the record of the running native call from the shared memory page `descriptor`, after its process has ended.
+    """Read the record of the native call that was running when an engine process ended. `descriptor` is its page.
 
-    Prefer the call of the inference thread; without one, return the tokenization that had run longest. With `hung`,
-    return the call of any thread that had run longest. Return None if no call was running.
+    Prefer the call of the inference thread; if it ran none, return the tokenization that had been running for the
+    longest time. With `hung`, return the call of any thread that had been running for the longest time. Return None if
+    no call was running.
     """
     page = os.pread(descriptor, SIZE, 0)
     return _find_oldest(page, 0) if hung else parse_slot(page) or _find_oldest(page, 1)
 
 
 def parse_slot(page: bytes, slot: int = 0) -> CrashRecord | None:
-    """Parse the slot `slot` of a page. Return None if it records no call or its content is invalid."""
+    """Parse one slot of the content `page` of a page. Return None if it records no call or its content is invalid."""
     at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():

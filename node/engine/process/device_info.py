@@ -9,9 +9,9 @@ from importlib.util import find_spec
 def read_device() -> dict[str, object]:
     """Return the versions of MLX and mlx-lm, and the facts about the device, as a JSON object.
 
-    `version` is that of MLX, `models` that of mlx-lm; `models` is empty without mlx-lm. `device` is the name of the
-    Metal device, `cpu` without Metal. `metal` is whether MLX has a Metal device. `most` is Metal's recommended working
-    set in bytes; 0 without Metal. If MLX is missing or cannot be imported, return `installed` and `error` only.
+    `version` is the version of MLX, and `models` the version of mlx-lm; empty without mlx-lm. `device` is the name of
+    the Metal device; `cpu` without Metal. `metal` is whether MLX has a Metal device. `most` is Metal's recommended
+    working set in bytes; 0 without Metal. If MLX is missing or cannot be imported, return only `installed` and `error`.
     """
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}

@@ -5,9 +5,9 @@ the inference thread. The inference thread calls all other methods, except `read
 thread may call. Prompt threads tokenize the prompts that `prepare` has not tokenized, after `handle` has admitted them
 (`tokenize_admission`).
 
-A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
-Every kind provides `build` and runs its gate before every prefill, join and forward for embeddings; a test checks this
-for each kind.
+`kinds` names the module of each kind and does not import it. The agent can therefore list kinds without loading any
+model library. Every kind provides `build` and runs its gate before every prefill, join and forward for embeddings; a
+test checks this for each kind.
 """
 
 import importlib
@@ -34,18 +34,18 @@ MIN_OPEN_FILES = 4096
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered before they are sent."""
 MAX_CANCELLED_REMEMBERED = 1024
-"""Maximum number of cancelled requests that are remembered until they arrive or are tokenized."""
+"""Maximum number of recorded cancellations of requests that have not arrived or are not tokenized yet."""
 ROUTES: Final = ("chat", "completions", "embeddings", "rerank")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 
 class EngineKindError(ValueError):
-    """Error of an engine kind that is unknown or lacks a dependency; the text names the next step."""
+    """Error: an engine kind is unknown or lacks a dependency. The text names the next step."""
 
 
 class Halted(BaseException):
-    """Raised instead of a native call after the engine was halted. An engine must not catch this, because it is no
-    fault."""
+    """Raised instead of running a native call after the engine was halted. An engine must not catch it, because it is
+    not a fault."""
 
 
 Work = Frame | PreparedRequest | PreparedEmbedding | UntokenizedPrompt | TokenizeResult
@@ -83,7 +83,8 @@ class CallRecording(Protocol):
         ...
 
     def record_tokenization(self, model: str, request: int = 0) -> AbstractContextManager[None]:
-        """Record that this thread tokenizes a prompt for a model, until the context ends."""
+        """Record, while the context is open, that the calling thread tokenizes a prompt for a model. `request` is the
+        number of its request; 0: unknown."""
         ...
 
     def crash(self, model: str, request: int) -> None:
@@ -96,7 +97,7 @@ class NativeCall:
     """Native call that is running now."""
 
     kind: str
-    """Name of its `NativeCallKind` in lower case."""
+    """Name of the call's `NativeCallKind` in lower case."""
     since: float
     """Start in monotonic seconds."""
     expected: float
@@ -104,7 +105,7 @@ class NativeCall:
 
 
 class Engine(Protocol):
-    """Interface of an engine, which `EngineLoop` drives. `now` is the inference thread's monotonic clock in seconds."""
+    """Interface of an engine, which `EngineLoop` drives. `now` is in monotonic seconds in all methods."""
 
     gate: "MemoryGate"
     """Gate of the engine, which checks every forward."""
@@ -115,10 +116,9 @@ class Engine(Protocol):
         ...
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work for `handle`, on the I/O thread; tokenize a short prompt. Return None if there is
-        no work.
+        """Convert a frame into work for `handle`. Tokenize a short prompt at once. Return None if there is no work.
 
-        A `Ping` arrives here as well, after it was answered.
+        Only the I/O thread calls this. A `Ping` also arrives here, after it was answered.
         """
         ...
 
@@ -129,14 +129,14 @@ class Engine(Protocol):
     def step(self, now: float) -> Iterable[Sequence[Frame]]:
         """Run due work: at most one decode step of every running row, then other gated work in short parts.
 
-        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile.
-        The frames of each part are returned together. The work proceeds as the caller consumes them. Raise `Halted` if
-        a native call is due after `halt`.
+        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile. Each item of
+        the iterable has the frames of one part, which runs when the caller requests the item. Raise `Halted` if a
+        native call is due after `halt`.
         """
         ...
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next `step`; None if only a frame can bring work."""
+        """Return the monotonic time at which `step` is next due; None if the next step needs a frame first."""
         ...
 
     def read_running_call(self) -> NativeCall | None:
@@ -144,15 +144,15 @@ class Engine(Protocol):
         ...
 
     def report(self, now: float) -> EngineReport:
-        """Read the memory and return the state of the engine, to be sent to the agent."""
+        """Read the memory, and return the state of the engine for the agent."""
         ...
 
     def halt(self) -> None:
-        """Forbid further native calls. Any thread may call this; `step` then raises `Halted` in place of one."""
+        """Forbid further native calls: `step` then raises `Halted` instead. Any thread may call this."""
         ...
 
     def close(self) -> None:
-        """Wait for work on the device, and release all memory. This is the last call."""
+        """Wait for work on the device, and release all memory. No other method may be called afterwards."""
         ...
 
 

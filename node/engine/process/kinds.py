@@ -1,4 +1,4 @@
-"""Kinds of engine and their modules. A kind is named, not imported: the agent lists kinds without a model library."""
+"""Kinds of engine with the names of their modules, which are not imported: the agent needs no model library."""
 
 from typing import Final
 

@@ -4,9 +4,9 @@ Only this thread calls `handle` and `step` of the engine. The I/O thread, the ma
 short prompts. Two prompt threads tokenize all other prompts, after the engine has found room for them. One of the two
 handles only long texts.
 
-When no work is due, the thread waits on a condition without wake-ups. The engine publishes the start and the expected
-duration of every native call before the call. The I/O thread puts the elapsed and the expected seconds into its answers
-to pings. The agent can therefore distinguish a busy engine from a hung one.
+When no work is due, the thread waits on a condition without periodic wake-ups. The engine publishes the start and the
+expected duration of every native call before the call. The I/O thread puts the elapsed and the expected seconds into
+its answers to pings. The agent can therefore distinguish a busy engine from a hung engine.
 """
 
 import threading
@@ -42,8 +42,8 @@ log = structlog.get_logger("engine")
 class EngineLoop:
     """Loop that drives an engine on the thread that calls `run`.
 
-    `send` passes frames to the agent, together. `oldest_tokenization` returns the record of the prompt that has been
-    tokenized for the longest time; None if there is none.
+    `send(frames)` sends frames to the agent in one write. `oldest_tokenization()` returns the record of the
+    tokenization that has been running for the longest time; None if none is running.
     """
 
     def __init__(
@@ -72,13 +72,13 @@ class EngineLoop:
         self._prompts, self._long_prompts = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
-        """Enqueue work for the inference thread, from any thread."""
+        """Enqueue work for the inference thread. Any thread may call this."""
         with self._wake:
             self._inbox.append(work)
             self._wake.notify()
 
     def stop(self) -> None:
-        """Halt the engine, and end `run` once the native call in progress has returned. Any thread may call this."""
+        """Halt the engine. `run` returns when the native call in progress has returned. Any thread may call this."""
         self._engine.halt()
         with self._wake:
             self._stopped = True
@@ -125,7 +125,7 @@ class EngineLoop:
             self.put(self._long_prompts.get().tokenize())
 
     def _wait_for_work(self) -> Sequence[Work]:
-        """Wait until a frame arrives or work is due; return the inbox."""
+        """Wait until work arrives or is due. Return the work that has arrived."""
         with self._wake:
             while not self._inbox and not self._stopped:
                 now = time.monotonic()
@@ -190,7 +190,7 @@ class EngineLoop:
             self._send_with_held(frames)
 
     def _hold(self, frames: Sequence[Frame]) -> None:
-        """Keep frames that are not urgent. Each write wakes the agent, which costs more than the frames."""
+        """Keep frames that are not urgent, because each write wakes the agent, which costs more than the frames."""
         if frames and not self._held:
             self._held_until = time.monotonic() + MAX_HELD_SECONDS
         self._held += frames

@@ -1,21 +1,21 @@
 """Engine process: `python -m node.engine.process.main --socket FD`, started only by `node.engine_process`.
 
 The main thread, called the I/O thread, reads the socket, answers pings and tokenizes short prompts. The inference
-thread owns the engine. Two prompt threads tokenize all other prompts, one of them only long texts. One thread writes
-frames for which the socket had no room. One waits for SIGTERM, because Python runs no signal handler while the main
-thread is in native code.
+thread owns the engine. Two prompt threads tokenize all other prompts, one of them only long texts. Another thread
+writes frames for which the socket had no room. Another thread waits for SIGTERM, because Python runs no signal handler
+while the main thread is in native code.
 
 The settings come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Then follow
 frames, encoded as on the link (`wire.codec`).
 
 The process shuts down gracefully on SIGTERM, on a `StopEngine`, and when its socket closes. A closed socket means that
-the agent crashed or was killed: macOS has no signal for a parent's death. If a process with a large wired model is
-killed, that memory can stay wired until the Mac restarts (docs/decisions/0018).
+the agent crashed or was killed, because macOS has no signal for a parent's death. If a process with a large wired model
+were killed instead, its memory could stay wired until the Mac restarts (docs/decisions/0018).
 
 In a graceful shutdown no native call begins, the running call returns, and the engine releases its memory. The process
 then calls `os._exit`. The time limit is `StopEngine.seconds` on a `StopEngine`, else `EXIT_TIMEOUT_SECONDS`. At the
 limit the process calls `os._exit` in any state of its threads. A thread that fails also ends the process, because the
-agent can then start a working one.
+agent can then start a new process.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
 from wire.frames import Frame, Ping, Pong, StopEngine
 
 READ_BYTES = 64 * 1024
-"""Maximum bytes of one read from the socket. Each read allocates them, and glibc maps a block above 128 KiB
+"""Maximum bytes of one read from the socket. Each read allocates this many, and glibc would map a block above 128 KiB
 separately."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum bytes queued for an agent that does not read. Above it the process ends."""
@@ -98,8 +98,8 @@ class FrameWriter:
             self._on_stuck()
 
     def _write_now(self, encoded: bytes) -> bytes:
-        """Write bytes without waiting. Return those for which the socket has no room, or all if the socket has failed:
-        `run` then returns."""
+        """Write bytes without waiting. Return the bytes for which the socket has no room. If the socket has failed,
+        return all bytes; `run` then returns."""
         try:
             return encoded[self._connection.send(encoded, socket.MSG_DONTWAIT) :]
         except OSError:
@@ -122,8 +122,9 @@ class FrameWriter:
 
 
 def read_settings(connection: socket.socket) -> NodeSettings:
-    """Read the settings that precede all frames (`encode_settings`). Raise `EOFError` if the agent closes the socket
-    before they are complete, `ValueError` if they are invalid or longer than `MAX_SETTINGS_BYTES`."""
+    """Read the settings that precede all frames (`encode_settings`), and block until they have arrived. Raise
+    `EOFError` if the agent closes the socket before they are complete. Raise `ValueError` if they are invalid or longer
+    than `MAX_SETTINGS_BYTES`."""
     length = int.from_bytes(_receive_exactly(connection, 4), "big")
     if length > MAX_SETTINGS_BYTES:
         raise ValueError(f"settings of {length} bytes")
@@ -156,8 +157,8 @@ class ProcessExit:
         self._code = 0
 
     def request(self, code: int = 0) -> None:
-        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts. A failure
-        of the engine replaces that code (`run_engine`)."""
+        """Stop the loop; the inference thread then ends the process. The exit code is the first `code` other than 0.
+        After a failure of the engine, `run_engine` sets another exit code."""
         self._code = self._code or code
         self._loop.stop()
 
@@ -170,7 +171,8 @@ class ProcessExit:
 
     def run_engine(self) -> NoReturn:
         """Run the engine on the calling thread until it is stopped or fails. Then release its memory and end the
-        process. The last line of the log names a failed command buffer, because the agent reports that line."""
+        process. After a failed command buffer, the last line of the log names it, because the agent reports that
+        line."""
         lost = ""
         try:
             self._loop.run()
@@ -191,8 +193,8 @@ class ProcessExit:
         _end_process(self._code)
 
     def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
-        """Wrap the function of a thread: when it returns or raises, the process ends within `EXIT_TIMEOUT_SECONDS`. An
-        exception is logged, and the exit code is then `EXIT_FAILED`."""
+        """Wrap the function of a thread so that the process ends within `EXIT_TIMEOUT_SECONDS` after it returns or
+        raises. An exception is logged, and the exit code is then `EXIT_FAILED`."""
 
         def run() -> NoReturn:
             try:
@@ -208,8 +210,8 @@ class ProcessExit:
 def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
     """Receive frames until a `StopEngine` or the end of the socket: prepare each for the loop, and answer pings.
 
-    A socket that fails has ended, because the agent is gone. Return the seconds that this process may then still run.
-    Raise `WireError` for an invalid frame, and any error of the engine.
+    A failure of the socket counts as its end, because the agent is gone. Return the seconds that this process may still
+    run. Raise `WireError` for an invalid frame. Exceptions of the engine propagate.
     """
     splitter = Splitter(longest=MAX_JOINED_BYTES)
     while data := _receive_available(connection):
@@ -235,9 +237,9 @@ def _receive_available(connection: socket.socket) -> bytes:
 def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process.
 
-    Return an exit code only before the engine runs: `EXIT_SETTINGS` if the settings are invalid or the engine cannot be
-    built, 0 if the agent closes the socket before the settings are complete. Otherwise the process ends in this call. A
-    byte from the descriptor `terminations` ends the process as well.
+    Return an exit code only if the engine does not start: `EXIT_SETTINGS` if the settings are invalid or the engine
+    cannot be built, 0 if the agent closes the socket before the settings are complete. Otherwise the process ends in
+    this call. A byte from the file descriptor `terminations` ends the process as well.
     """
     try:
         settings = read_settings(connection)
@@ -271,9 +273,9 @@ def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int)
 
 
 def _open_termination_pipe() -> int:
-    """Return a descriptor that becomes readable after SIGTERM, whichever thread the system delivers it to. The
+    """Return a file descriptor that becomes readable after SIGTERM, whichever thread receives the signal. The
     interpreter writes to it in the signal handler itself. A signal mask would not do, because native libraries start
-    threads before it could be set."""
+    threads before a mask could be set."""
     source, sink = os.pipe()
     os.set_blocking(sink, False)
     signal.set_wakeup_fd(sink)

@@ -1,6 +1,6 @@
 """Preflight checks of a request, before any commitment: is it possible at all, and is it possible now?
 
-Whether a request can never fit is decided only after an exact count of its tokens, so that the message has all numbers.
+A request is refused as too large only after an exact count of its tokens, so that the message has all numbers.
 """
 
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ from wire.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Size of a request in tokens and choices, from which its memory follows."""
+    """Size of a request in tokens and choices, which determines its memory."""
 
     prompt: int
     """Prompt tokens."""
     limit: int
     """Maximum tokens of one answer."""
     answer_tokens: int
-    """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
+    """Expected tokens of one answer, which are committed at admission. The commitment grows later if necessary."""
     choices: int
-    """Number of choices. Those of a resumed request that have ended count until `replace_choices`."""
+    """Number of choices. Choices of a resumed request that have already ended count until `replace_choices`."""
 
     @property
     def length(self) -> int:
@@ -32,7 +32,7 @@ class RequestShape:
         return self.prompt + self.answer_tokens
 
     def replace_choices(self, choices: int) -> "RequestShape":
-        """Return this shape with another number of choices: a resumed request may have some that have ended."""
+        """Return this shape with another number of choices, because choices of a resumed request may have ended."""
         return RequestShape(self.prompt, self.limit, self.answer_tokens, choices)
 
 
@@ -41,8 +41,8 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
     without max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the
     context.
 
-    An answer ends where the context ends, also if max_tokens is higher. The limit of a resumed answer counts from its
-    start, as for a new one. If the resumed answer is longer already, because another node had another default or
+    An answer ends at the end of the context, even if max_tokens is higher. The limit of a resumed answer counts from
+    its start, as for a new answer. If the resumed answer is already longer, because another node had another default or
     context, it ends with its next token.
     """
     max_tokens = request.params.max_tokens
@@ -55,11 +55,10 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
 
 
 def refuse_impossible(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
-    """Return the refusal of a request that this node cannot serve, however much memory is free; None if it might.
+    """Return the refusal of a request that this node can never serve, however much memory is free; otherwise None.
 
-    Checked are the model, structured output, and the limits of choices and context.
-
-    `batch` is the maximum number of rows that decode together.
+    Check the model, structured output, and the limits of choices and context. `batch` is the maximum number of rows
+    that decode together.
     """
     if request.model != model.name:
         return Refused(RefusalCode.NO_MODEL, f"this node serves {model.name}, not {request.model}")
@@ -81,8 +80,8 @@ def refuse_impossible(request: Generate, shape: RequestShape, model: Model, batc
 
 
 def refuse_too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | None:
-    """Return the refusal, with all numbers, of a request that does not fit even on the idle node; None if it would
-    fit."""
+    """Return the refusal, with all numbers, of a request that would not fit even on this node when idle; None if it
+    would fit."""
     if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.answer_tokens, shape.choices):
         return None
     needed = arithmetic.estimate_alone_bytes(model, shape.prompt, shape.answer_tokens, shape.choices)
@@ -111,9 +110,9 @@ def refuse_too_large(shape: RequestShape, memory: Memory, model: Model) -> Refus
 def refuse_without_room(
     shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate
 ) -> Refused | None:
-    """Return the refusal if `cost` bytes cannot be committed under the reading `memory`, else None.
+    """Check whether `cost` bytes can be committed under the reading `memory`. Return the refusal; None if they can.
 
-    For lack of memory, its code is TOO_LARGE if the request can never fit on this node, else NO_ROOM.
+    For lack of memory, the code of the refusal is TOO_LARGE if the request can never fit on this node, else NO_ROOM.
     """
     answer = gate.check(GateSite.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):

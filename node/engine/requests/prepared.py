@@ -1,4 +1,4 @@
-"""Prepared request for the inference thread: its tokens, or its final refusal."""
+"""Prepared requests for the inference thread: the tokens of a request, or its refusal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ class GrammarCursor(Protocol):
 
     @property
     def opener(self) -> int | None:
-        """Id of the token with which the answer may start its reasoning now, if the model chooses the token. None if
-        the answer may not start reasoning, or after the first token."""
+        """Id of the token with which the answer may start its reasoning now, if the model chooses this token. None if
+        the answer may not start with reasoning, and after the first token."""
         ...
 
     def feed(self, token: int) -> None:
-        """Advance by the next token id of the answer. Raise `matcher.GrammarFailed` if the grammar does not allow
-        it."""
+        """Advance the state by the next token id of the answer. Raise `matcher.GrammarFailed` if the grammar does not
+        allow the token."""
         ...
 
     def compute_mask(self) -> bytes | None:
@@ -38,13 +38,14 @@ class GrammarFactory(Protocol):
     """Compiled grammar that all answers of a request must match. The implementation is `compiler.CompiledGrammar`."""
 
     def create_cursor(self) -> GrammarCursor:
-        """Return the state at the start of an answer."""
+        """Return a new state at the start of an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """Tokenized request, or its refusal. With `refused`, all fields but `request` and `refused` have their defaults."""
+    """Tokenized request, or its refusal. With `refused`, all fields except `request` and `refused` have their
+    defaults."""
 
     request: Generate
     """The request."""
@@ -61,7 +62,7 @@ class PreparedRequest:
     grammar: GrammarFactory | None = None
     """Grammar that every answer must match; None: no constraint."""
     shared: int = 0
-    """Number of ids at the start that form a system prompt which all keys share; 0: none."""
+    """Number of leading ids that form a system prompt shared by all keys; 0: none."""
 
     @property
     def tokens(self) -> int:
@@ -81,7 +82,7 @@ class PreparedEmbedding:
     """Refusal of the request; None: it is accepted."""
     segments: tuple[int, ...] = ()
     """Position of the document's first token in each pair of query and document. 0 for a single text, or if the model
-    has no segments. Empty if the model is no encoder."""
+    has no segments. Empty if the model is not an encoder."""
 
     @property
     def tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 MLX is not used here. The I/O thread and the prompt threads (docs/glossary.md) tokenize prompts at the same time. A lock
 is held only while a tokenizer is loaded or a grammar compiled, which the I/O thread never does (`can_prepare_inline`).
-A refusal concerns one request or its model, and affects no other request. The inference thread checks the memory.
+An error in one request does not affect other requests. The inference thread checks the memory.
 """
 
 import threading
@@ -67,8 +67,8 @@ class RequestPreparer:
         return self._tokenizers
 
     def can_prepare_inline(self, frame: Generate | CountTokens | Embed) -> bool:
-        """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
-        grammar. Return True as well for a model that is unknown or whose files cannot be used."""
+        """Return whether the I/O thread may prepare this prompt: the prompt is short, needs no lock and has no grammar.
+        Return True as well if the model is unknown or its files cannot be used."""
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return True
@@ -76,8 +76,8 @@ class RequestPreparer:
         return not guided and _get_key(found) in self._tokenizers and not self.compute_need_bytes(frame)
 
     def compute_need_bytes(self, frame: Generate | CountTokens | Embed) -> int:
-        """Return the transient bytes of tokenizing this prompt. They include a load and a trial of its tokenizer, and
-        the tables of its grammar, as far as these are still necessary.
+        """Return the transient bytes of tokenizing this prompt. If still necessary, they include a load and a trial of
+        its tokenizer, and the tables for its grammar.
 
         Return 0 if the gate need not check the bytes, or if the model is unknown or its files cannot be used.
         """
@@ -103,8 +103,8 @@ class RequestPreparer:
     def list_features(self, descriptor: ModelDescriptor) -> tuple[str, ...]:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
-        The files of the model decide on `reasoning`. Before the first request has loaded the tokenizer, return all
-        other features, because an unknown feature is no reason for a refusal. The only feature of a model for
+        The files of the model determine whether it has `reasoning`. Before the first request has loaded the tokenizer,
+        return all other features, because an unknown feature must not cause a refusal. The only feature of a model for
         embeddings or scores is its kind.
         """
         if descriptor.kind is not ModelKind.CHAT:
@@ -117,8 +117,8 @@ class RequestPreparer:
         return tuple(feature for feature in FEATURES if feature not in missing)
 
     def prepare(self, request: Generate) -> PreparedRequest:
-        """Tokenize a request and compile its grammar. Return the prepared request, or its refusal. Never raise, because
-        the calling threads must not end."""
+        """Tokenize a request and compile its grammar. Return the prepared request, whose `refused` is set if it is
+        refused. Never raise, because an exception would end the calling thread."""
         try:
             with self._record_tokenization(request.model, request.request):
                 return self._prepare(request)
@@ -159,7 +159,8 @@ class RequestPreparer:
             )
 
     def find_tokenizer(self, model: str, kind: ModelKind) -> Tokenizer | Refused:
-        """Return the tokenizer of a model for requests of a kind, or the refusal if there is none.
+        """Return the tokenizer of a model for requests of a kind, loaded if necessary. Return the refusal if the model
+        cannot be used or has another kind.
 
         Raise `OSError` if the process of the tokenizer's trial cannot be started.
         """
@@ -248,17 +249,18 @@ class RequestPreparer:
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call. A load also removes the tokenizers of
-        models that have left the catalogue. The trial blocks the calling thread for at most about
-        `tokenizer_trial.TIMEOUT_SECONDS`, and a load in another thread blocks it as well.
+        """Return the tokenizer of a model, which the first call tries and loads. A load also removes the tokenizers of
+        models that are no longer in the catalogue. The trial blocks the calling thread for at most about
+        `tokenizer_trial.TIMEOUT_SECONDS`. A load in another thread blocks it as well.
 
-        Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of the trial cannot be started.
+        Raise `TokenizerError` if the trial or the load fails, and `OSError` if the process of the trial cannot be
+        started.
         """
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer
         with self._loading:
-            tokenizer = self._tokenizers.get(_get_key(descriptor))  # another thread may have loaded it meanwhile
+            tokenizer = self._tokenizers.get(_get_key(descriptor))  # another thread may have loaded it by now
             if tokenizer is None:
                 if self._trials is not None:
                     self._trials.run(
@@ -269,9 +271,9 @@ class RequestPreparer:
         return tokenizer
 
     def _drop_departed(self) -> None:
-        """Drop the tokenizers of models that have left the catalogue, with their compiled grammars.
+        """Remove the tokenizers of models that are no longer in the catalogue, with their compiled grammars.
 
-        Requests in progress keep theirs. Memory is therefore bounded by the models of the catalogue.
+        Requests in progress keep their tokenizers. Memory is therefore bounded by the models of the catalogue.
         """
         keys = set(map(_get_key, self._catalogue.get_models().values()))
         kept = {key: tokenizer for key, tokenizer in self._tokenizers.items() if key in keys}

@@ -26,7 +26,7 @@ class Row:
     """
 
     sequence: "Sequence"
-    """Request of the answer."""
+    """Request of the row."""
     choice: int
     """Index of the choice in its request."""
     commitment: Commitment
@@ -36,8 +36,8 @@ class Row:
     ids: list[int] = field(default_factory=list[int])
     """Ids of the generated tokens."""
     reason: str = ""
-    """Finish reason, such as `stop`, or `released` if its request has ended before its last token. Empty while the row
-    runs."""
+    """Finish reason, such as `stop`, or `released` if the request ended before the row's last token. Empty while the
+    row runs."""
     state: RowState = RowState.WAITING
     """State of the row."""
     rebuilt: int = 0
@@ -49,15 +49,15 @@ class Row:
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
     """Log probabilities not sent yet."""
     resumed_tokens: int = 0
-    """Number of first `ids` that another node generated and sent."""
+    """Number of leading `ids` that another node generated and sent."""
 
     def apply(self, event: RowEvent) -> None:
         """Change the state by an event. Raise `IllegalEventError` if the event is illegal in this state."""
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 tokens if the row is
-        preempted."""
+        """Replace the memory commitment of the row: by a commitment of the ledger, or by a commitment of 0 tokens when
+        the row is preempted."""
         self.commitment = commitment
 
     def release(self) -> None:
@@ -71,8 +71,8 @@ class Row:
         return self.rebuilt
 
     def add_id(self, token: int) -> None:
-        """Add a generated token to the ids, the unsent tokens and the stored tokens of the commitment.
-        `add_token_text` adds its text."""
+        """Add a generated token to `ids`, to the unsent tokens and to the stored tokens of the commitment. Its text is
+        added by `add_token_text`."""
         self.commitment.record_token()
         self.ids.append(token)
         self.new.append(token)
@@ -80,7 +80,7 @@ class Row:
     def replay(self, ids: Iterable[int]) -> None:
         """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again.
 
-        Ids after the end of the answer are ignored. The commitment is not changed.
+        Ids after the end of the answer are ignored. The commitment does not change.
         """
         for token in ids:
             self.ids.append(token)
@@ -90,8 +90,8 @@ class Row:
         self.pieces, self.resumed_tokens = [], len(self.ids)
 
     def add_token_text(self, token: int) -> None:
-        """Add the text of `token`, which is already the last of `ids`. End the row at an end token (`eos`), a stop
-        string or `RequestShape.limit`. An end token adds no text of its own."""
+        """Add the text of `token`, which must already be the last of `ids`. End the row at an end token (`eos`), a stop
+        string or `RequestShape.limit`. An end token has no text."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self.finish("stop")
@@ -115,11 +115,11 @@ class Row:
         return [*self.sequence.prompt, *self.ids]
 
     def drain_deltas(self) -> list[Delta]:
-        """Return the unsent tokens, text and log probabilities as deltas, at least one, and mark them as sent.
+        """Return the unsent tokens, text and log probabilities as one or more deltas, and mark them as sent.
 
         A delta has at most `MAX_DELTAS` pieces and log probabilities; the first delta has all token ids. Adjacent
         pieces of a channel are joined. If the texts have more than `LONG_CHARACTERS` characters in total, because text
-        was held back, each piece is a delta of its own. Longer pieces are then cut, except a tool call.
+        was held back, each piece is sent in its own delta. Pieces above that length are then cut, except tool calls.
         """
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
@@ -145,7 +145,7 @@ class Row:
 
 
 _JOINABLE = frozenset({0, 1})
-"""Channels whose text can be joined (content, reasoning); a tool call is a piece of its own."""
+"""Channels whose text can be joined (content, reasoning). A tool call always stays one piece."""
 
 
 def _cut_text(channel: int, text: str) -> list[tuple[int, str]]:
@@ -177,16 +177,16 @@ class Sequence:
     joined: float = 0.0
     """Time of the first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time of the last sent output, or of the first join or a packed join if that is later; 0.0 before the first
-    join."""
+    """Time of the last sent output, of the first join or of the last packed join, whichever is latest; 0.0 before the
+    first join."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
     """Hash of the prompt (`prefix_store.hash_prompt`). Empty before the lookup, and if the prefix cache is off or
     cannot store the caches of the model."""
     yielded: bool = False
-    """Whether the request was preempted for a key that held fewer rows or less memory. Such a request precedes new
-    requests of its own key only (`find_first_preempted`)."""
+    """Whether the request was preempted for a key that held fewer rows or less memory. Such a request only precedes new
+    requests of its own key (`find_first_preempted`)."""
 
     @property
     def number(self) -> int:
@@ -220,13 +220,13 @@ class Sequence:
         return min(self.cached, self.shape.prompt)
 
     def mark_begun(self, now: float) -> None:
-        """Record the start of the first prefill at the monotonic time `now`; later calls change nothing."""
+        """Record the start of the first prefill at the monotonic time `now`. Later calls have no effect."""
         if not self.begun:
             self.begun = now
 
     def mark_joined(self, now: float) -> None:
-        """Record the first join at the monotonic time `now`, at which the request's decode begins; later calls change
-        nothing."""
+        """Record the first join at the monotonic time `now`, when the request starts to decode. Later calls have no
+        effect."""
         if not self.joined:
             self.joined = self.last_token_at = now
 
@@ -239,13 +239,13 @@ class Sequence:
         self.prompt_hash = prompt_hash
 
     def set_cached(self, tokens: int) -> None:
-        """Set the number of tokens found in the prefix cache. Rows that return after the first join do not change
-        it."""
+        """Set the number of tokens found in the prefix cache. Calls after the first join, for returning rows, have no
+        effect."""
         if not self.joined:
             self.cached = tokens
 
     def mark_yielded(self) -> None:
-        """Record that the request is preempted for a key that holds fewer rows or less memory."""
+        """Set `yielded`, because the request is preempted for a key that holds fewer rows or less memory."""
         self.yielded = True
 
     @property
@@ -255,7 +255,7 @@ class Sequence:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
+        """Sort key that orders requests from oldest to newest: monotonic time of arrival, and number of the request."""
         return self.arrived, self.number
 
     @property

@@ -1,13 +1,14 @@
 """Admission of prompts to tokenization, with the memory that their tokenization takes.
 
-A tokenizer keeps records of its own in addition to the tokens. They take up to 301 bytes a token (measured), and no
-token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
-times. No estimate of a forward covers these bytes.
+In addition to the tokens, a tokenizer allocates up to 301 bytes per token (measured), and a token has at least one byte
+of text. Loading a tokenizer takes up to 34 times the bytes of its files, and the tables for grammars take 14 times. No
+estimate of a forward covers these bytes.
 
 The gate therefore checks these bytes (`UntokenizedPrompt.need`) on the inference thread, and they are reserved until
-the prompt is tokenized. Two prompt threads tokenize such prompts, one of them only texts above `LONG_PROMPT_BYTES`, for
-which other prompts therefore do not wait. Each thread takes turns between API keys. The I/O thread prepares only short
-prompts (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits and cancels without a wait.
+the prompt is tokenized. Two prompt threads tokenize such prompts. One of them handles only texts above
+`LONG_PROMPT_BYTES`, so that other prompts do not wait for such texts. Each thread takes turns between API keys. The I/O
+thread prepares only short prompts (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits and
+cancels without a wait.
 
     I/O thread                       inference thread              prompt threads
     not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize
@@ -31,23 +32,23 @@ LONG_PROMPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class UntokenizedPrompt:
-    """Prompt that a prompt thread will tokenize, once the engine has reserved the memory for that."""
+    """Prompt that a prompt thread tokenizes after the engine has reserved memory for the tokenization."""
 
     frame: Generate | CountTokens | Embed
     """The request, or the order to count its tokens."""
     need: int
-    """Transient bytes of its tokenization; 0 if they need no check of the gate."""
+    """Transient bytes of the tokenization; 0 if the gate need not check them."""
     tokenize: Callable[[], "TokenizeResult"]
-    """Function that tokenizes the prompt, on any thread. It never raises."""
+    """Function that tokenizes the prompt. Any thread may call it, and it never raises."""
 
     @property
     def key(self) -> str:
-        """Id of the API key whose turn the prompt takes."""
+        """Name of the API key of the request, for the turns between keys."""
         return self.frame.weighted_key.name
 
     @property
     def is_long(self) -> bool:
-        """Whether the prompt belongs to the thread for long texts."""
+        """Whether the thread for long texts must tokenize the prompt (`LONG_PROMPT_BYTES`)."""
         return count_text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 
@@ -62,8 +63,8 @@ class TokenizeResult:
 
 
 def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:
-    """Return the UTF-8 bytes of all texts of a request, with tools and earlier calls. A given token id counts as one
-    byte.
+    """Return the UTF-8 bytes of all texts of a request, including tools and earlier calls. A token id in the request
+    counts as one byte.
 
     A query counts once for each document, because it is part of each prompt.
     """
@@ -85,7 +86,7 @@ def _count_bytes(text: str) -> int:
 
 
 def refuse_too_long(frame: Generate | CountTokens | Embed, need: int, memory: Memory) -> Refused | None:
-    """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node.
+    """Return the refusal, with all numbers, of a prompt that could not be tokenized even on this node when idle.
 
     Return None if it could be tokenized, or if the guard is off. `need` is the transient bytes of its tokenization.
     """

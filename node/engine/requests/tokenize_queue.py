@@ -9,7 +9,7 @@ from node.engine.requests.tokenize_admission import UntokenizedPrompt
 class TokenizeQueue:
     """Queue of prompts for one tokenizer thread, in turns between API keys. Any thread may call `put`.
 
-    A key with many texts or grammars delays another key by only one of them.
+    A key with many prompts therefore delays the prompt of another key by only one prompt.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,8 @@ class TokenizeQueue:
             self._changed.notify()
 
     def get(self) -> UntokenizedPrompt:
-        """Wait for a prompt, without a time limit. Remove and return the oldest of the key whose turn it is."""
+        """Block until there is a prompt, without a time limit. Remove and return the oldest prompt of the key whose
+        turn it is."""
         with self._changed:
             while not self._queues:
                 self._changed.wait()

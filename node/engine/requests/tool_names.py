@@ -1,8 +1,8 @@
-"""Names of tools as the format of a model can express them.
+"""Replacement of tool names that the format of a model cannot express.
 
 Clients of MCP servers send names such as `server.list-files`. The parser of Gemma's format loses calls with such a
-name, and that of Mistral's format returns the part after the dot. The prompt of such a model gets other names, and the
-calls of its answer get the names of the client again.
+name, and the parser of Mistral's format returns only the part after the dot. The prompt of such a model therefore has
+other names, and the calls in its answer get the names of the client again.
 """
 
 import json
@@ -25,16 +25,16 @@ NAMES: Final[Mapping[str, re.Pattern[str]]] = {
     "mistral": _WORD,
     "pythonic": _IDENTIFIER,
 }
-"""Patterns of the tool names that a model's format can express, by the name of the format's parser. Of the identifiers,
-Python's keywords are excluded. Formats of all other parsers can express every name."""
+"""Patterns of the tool names that a model's format can express, by the name of the format's parser. Identifiers must
+not be keywords of Python. Formats of all other parsers can express every name."""
 _OTHER: Final = re.compile(r"\W", re.ASCII)
 
 
 def find_tool_names(parser: str, tools: str) -> dict[str, str]:
     """Return a new name for each tool name that the format of `parser` cannot express, by the client's name.
 
-    `tools` is the JSON array of a request. Entries that are no functions are left out. The result is empty if `tools`
-    is no JSON array, which the tokenizer refuses.
+    `tools` is the JSON array of a request. Entries that are not functions are ignored. The result is empty if `tools`
+    is not a JSON array, which the tokenizer refuses.
     """
     allowed = NAMES.get(parser)
     if allowed is None or not tools:
@@ -59,7 +59,7 @@ def rename_tools(request: Generate, names: Mapping[str, str]) -> Generate:
     """Return the request with renamed tools. `names` maps a client's tool name to its new name; other names stay
     unchanged.
 
-    Names change in the tools, in earlier tool calls and their results, and in the tool that the grammar demands.
+    Names change in the tools, in earlier tool calls and their results, and in the tool that the grammar requires.
     """
     if not names:
         return request

@@ -1,4 +1,4 @@
-"""Requests that wait before their admission: for their model, or for a tokenization by a prompt thread."""
+"""Requests that wait before their admission: for the load of their model, or for a tokenization by a prompt thread."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class WaitingRequests:
         return sum(waiting.prepared.tokens for waiting in self._for_model.values())
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that are reserved for all requests that wait for their model, and for all tokenizations."""
+        """Return the bytes that are reserved for requests that wait for their model, and for tokenizations."""
         rows = sum(waiting.reserved_bytes for waiting in self._for_model.values())
         return rows + sum(need for need, _ in self._in_tokenization.values())
 
@@ -60,7 +60,7 @@ class WaitingRequests:
         return self._for_model.pop(number, None) is not None
 
     def take_next(self, model: str) -> WaitingForModel | None:
-        """Remove and return the first request that waits for a model; None if there is none. The bytes of all later
+        """Remove and return the oldest request that waits for a model; None if there is none. The bytes of later
         requests stay reserved."""
         return self._for_model.pop(self.find_first(model), None)
 
@@ -69,7 +69,7 @@ class WaitingRequests:
         return any(waiting.model == model for waiting in self._for_model.values())
 
     def find_first(self, model: str) -> int:
-        """Return the number of the first request that waits for a model; 0 if there is none."""
+        """Return the number of the oldest request that waits for a model; 0 if there is none."""
         return next((number for number, waiting in self._for_model.items() if waiting.model == model), 0)
 
     # in tokenization
