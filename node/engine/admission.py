@@ -43,7 +43,7 @@ class RequestLimits(NamedTuple):
 
 
 class CostLedger(Protocol):
-    """Method of a model's ledger of commitments that `compute_admission_cost` uses."""
+    """Interface of a model's ledger of commitments, with the only method that `compute_admission_cost` uses."""
 
     def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add to the committed memory."""

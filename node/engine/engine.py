@@ -147,8 +147,8 @@ class TextEngine:
         long, needs a lock or has a grammar becomes an `UntokenizedPrompt`.
 
         For `RescanModels`, scan the model folders; for a load or a profile, look for the ordered model's files.
-        For a `Ping`, search for new models if that is due. Return None if the models have not changed, else the `Ping`:
-        its handling causes a new report.
+        For a `Ping`, search for new models if that is due. Then return None if the models have not changed, otherwise
+        the `Ping`, whose handling causes a new report.
         """
         parts = self.parts
         if isinstance(frame, Generate | CountTokens | Embed):
@@ -314,7 +314,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Wait for work on the device. Then release all requests, the models with their cached prefixes, and the disk
-        cache. If the wait raises, release the same, and propagate the exception."""
+        cache. If the wait raises, these are released before the exception propagates."""
         try:
             self.parts.scheduler.synchronize()
         finally:

@@ -28,12 +28,12 @@ class WaitingText(NamedTuple):
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Tokens of the text."""
+        """Token ids of the text."""
         return self.request.prepared.inputs[self.place]
 
     @property
     def own_ids(self) -> tuple[int, ...]:
-        """Tokens of the text after the shared beginning of its request."""
+        """Token ids of the text after the shared beginning of its request."""
         return self.ids[len(self.request.beginning) :]
 
     @property
@@ -72,7 +72,7 @@ class EmbeddingForward(ABC):
 
     @property
     def need(self) -> int:
-        """Bytes for the remaining parts: the need of the forward minus the bytes that it holds already."""
+        """Bytes for the remaining parts: the need of the whole forward, minus the bytes that it already takes."""
         return max(0, self._need - self._held)
 
     @property

@@ -58,7 +58,7 @@ class EmbeddingHead:
 
     @property
     def runs_whole_texts(self) -> bool:
-        """Whether a text runs in one forward only, because the model is an encoder."""
+        """Whether each text must run in a single forward, because the model is an encoder."""
         return isinstance(self.run_layers, Encoder)
 
     def estimate_bytes(self, tokens: int) -> int:

@@ -18,7 +18,7 @@ after this layer, shape (texts, tokens, features)."""
 def choose_pauses(layers: int, parts: int) -> frozenset[int]:
     """Return the numbers of layers after which a forward in `parts` parts pauses: at the end of each part but the last.
 
-    The parts have nearly the same number of layers. `parts` is at most `layers`.
+    The parts have nearly the same number of layers. `parts` must be at most `layers`.
     """
     return frozenset(layers * part // parts for part in range(1, parts))
 

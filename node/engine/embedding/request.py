@@ -157,7 +157,7 @@ class EmbeddingRequest:
         self.retry_at = until
 
     def run_alone(self) -> None:
-        """Keep the texts of this request out of forwards with texts of other requests, from now on."""
+        """Set `alone`: from now on, the texts of this request run in forwards without texts of other requests."""
         self.alone = True
 
     def take(self, places: Sequence[int]) -> None:
@@ -179,8 +179,8 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Set the text in progress to `text`, a text of `create_next`. Remove it from the waiting texts, unless it is
-        the shared beginning. Do nothing if `text` is in progress already."""
+        """Make `text`, a result of `create_next`, the text in progress (`partial`). Remove it from `waiting`, unless it
+        is the shared beginning. Do nothing if it is already in progress."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text

@@ -79,8 +79,8 @@ class EmbeddingRunner:
     ) -> EmbeddingForward | Refused:
         """Build the forward over the next chunk of a shared beginning or of a long text, of at most `wanted` tokens.
 
-        Mark the request as begun, and the beginning or text as in progress. Return the refusal, without these marks, if
-        not even the smallest chunk has room. An encoder runs the whole text.
+        Mark the request as begun, and the beginning or text as in progress. If not even the smallest chunk has room,
+        mark nothing and return the refusal. An encoder runs the whole text.
         """
         loaded_model, head = _get_model(request)
         if head.runs_whole_texts:

@@ -126,12 +126,13 @@ class EmbeddingScheduler:
     # turns
 
     def run_turn(self, now: float) -> None:
-        """Run one part of a forward at the monotonic time `now`, or all parts that are left if no row decodes. Do
-        nothing if no request may start or continue. Raise `Halted` if the engine was halted. An error of a lost device
-        propagates.
+        """Run one part of a forward at the monotonic time `now`, or all remaining parts if no row decodes. Do nothing
+        if no request may start or continue. Raise `Halted` if the engine was halted, and `DeviceLost` for a failed
+        command buffer.
 
-        A request without room waits, or is refused. If a forward raises, its only request fails; several requests are
-        kept, and each runs alone from then on. Refuse the newest request if memory is above the cap after the part.
+        A request without room waits if other work may free memory; otherwise it is refused. If a forward of one request
+        raises, the request fails. If a forward of several requests raises, each of them runs alone from then on. Refuse
+        the newest request if memory is above the cap after the part.
         """
         choices = [request for request in self._list_next() if request.retry_at <= now]
         if not choices:

@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 class NotFiniteError(ValueError):
-    """Error of vectors with a number that is not finite, for example because the weights of the model are damaged."""
+    """Error: vectors have a number that is not finite, for example because the weights of the model are damaged."""
 
 
 def normalize(vectors: mx.array) -> mx.array:

@@ -62,8 +62,8 @@ class MarkerLayout:
     marker from the values."""
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the state of the text at the start of the answer: reasoning if the prompt began it, else normal.
-        With `messages`, return their first state."""
+        """Return the state of the text at the start of the answer: reasoning if the prompt has started it, otherwise
+        normal. With `messages`, return the initial state of that format."""
         if self.messages is not None:
             return self.messages.get_start_place(False)
         return MarkerPlace(REASONING if self.reasoning is ReasoningStart.OPEN else NORMAL)

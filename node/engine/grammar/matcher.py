@@ -42,10 +42,10 @@ class ReasoningEndSearch:
 class GrammarMatcher:
     """State of a grammar in one answer.
 
-    No other answer uses `matcher`. `thinking` finds the end of the reasoning; None if the answer has none. With
-    `opener`, the answer may begin its reasoning with this token, as its first token. With `thinking` and without
-    `opener`, the prompt has begun the reasoning. `eos` are the tokens that end an answer. `unending` is the mask of all
-    other tokens.
+    `matcher` must not be shared with another answer. `thinking` finds the end of the reasoning; None if the answer has
+    no reasoning. With `opener`, the answer may start its reasoning with this token, as its first token. With `thinking`
+    and without `opener`, the prompt has started the reasoning. `eos` are the tokens that end an answer. `unending` is
+    the mask of all other tokens.
     """
 
     def __init__(

@@ -119,11 +119,12 @@ class PrefixMemory:
         return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict the least recently used entries until `size` bytes fit into the limit of the cache. Then release as
-        `evict_until_fits` does until `size + transient` bytes fit into memory. Return whether both fit.
+        """Evict the least recently used entries until `size` bytes fit into the limit of the cache. Then release memory
+        as `evict_until_fits` does, until `size + transient` bytes fit into memory. Return whether both fit.
 
-        `transient` is the bytes of a copy that exists only for a moment. Evict nothing if all cached bytes would not
-        suffice. A False result is possible after evictions as well, because an eviction may free less than expected.
+        `transient` is the bytes of a copy that exists only for a moment. Evict nothing if the release of all cached
+        bytes would not suffice. The result can be False even after evictions, because an eviction may free less than
+        expected.
         """
         memory, need = self._memory(), size + transient
         limit, kept = self._limit(memory.cap), self.nbytes - self._store.nbytes

@@ -36,8 +36,8 @@ MAX_EVICTIONS_REPORTED = 64
 
 @dataclass(slots=True, eq=False)
 class DiskCopy:
-    """Copy of a stored sequence on the disk. The eviction of the sequence is reported once neither memory nor disk has
-    it."""
+    """Copy of a stored sequence on the disk. The eviction of the sequence is reported when neither memory nor disk has
+    it any longer."""
 
     prompt_hash: bytes
     """Hash of the prompt, as in `CachedPrefix`."""
@@ -159,7 +159,7 @@ class PrefixStore(Protocol[V]):
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt in a scope. `key` has the packed ids of the prompt.
 
-        `cut`: the model's caches can be cut. If False, only a sequence that is wholly a prefix of the prompt is usable.
+        `cut`: the model's caches can be cut. If False, only a sequence that is itself a prefix of the prompt is usable.
         """
         ...
 

@@ -74,7 +74,7 @@ class ModelLoad:
 
     @property
     def progress(self) -> float:
-        """Loaded share of the weights, 0 to 1, in the phase `LOADING`; 0.0 in all other phases, also after the end."""
+        """Loaded share of the weights, 0 to 1, in the phase `LOADING`; 0.0 in all other phases, even `LOADED`."""
         return 1.0 - self.bytes_left / max(1, self.total) if self.phase is LoadPhase.LOADING else 0.0
 
     def check(self) -> list[str]:

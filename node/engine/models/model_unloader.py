@@ -106,7 +106,7 @@ class ModelUnloader:
 
     def find_next_idle_unload(self) -> float | None:
         """Return the monotonic time of the next unload of an idle model; 0.0 (at once) if an idle model was replaced on
-        disk. Return None if no unload is due without further use of a model."""
+        disk. Otherwise return None if `list_idle` is empty or `max_idle_seconds` is 0."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []

@@ -129,9 +129,9 @@ class Engine(Protocol):
     def step(self, now: float) -> Iterable[Sequence[Frame]]:
         """Run due work: at most one decode step of every running row, then other gated work in short parts.
 
-        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile. Each item of
-        the iterable has the frames of one part, which runs when the caller requests the item. Raise `Halted` if a
-        native call is due after `halt`.
+        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile. Each item has
+        the frames of one part. The caller must consume all items, because a part may run only when its item is
+        requested. Raise `Halted` if a native call is due after `halt`.
         """
         ...
 

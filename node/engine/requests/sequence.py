@@ -235,7 +235,7 @@ class Sequence:
         self.last_token_at = now
 
     def set_prompt_hash(self, prompt_hash: bytes) -> None:
-        """Set the hash of the prompt, because the prefix cache stores it."""
+        """Set the hash of the prompt, because the request uses the prefix cache."""
         self.prompt_hash = prompt_hash
 
     def set_cached(self, tokens: int) -> None:

@@ -62,8 +62,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. With `first`, queue it at
-        the start of the queue, otherwise at the end. Count the tokens if the request has joined a batch before
+        """Find the cached prefix of the token ids `ids`, and queue the prefill of these ids for `rows`. `first`: at the
+        start of the queue, otherwise at the end. Count the ids if the request has joined a batch before
         (`GatedForwards.count_returned`)."""
         prefill = Prefill(loaded_model, sequence, rows, ids, is_return=bool(sequence.joined))
         if prefill.is_return:

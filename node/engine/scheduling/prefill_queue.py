@@ -76,8 +76,8 @@ class PrefillQueue:
         """Choose the prompts to prefill at `now` (monotonic seconds), in one forward if there are several. Return an
         empty list if none may start or continue, or if all wait for packing.
 
-        Turns alternate between the shortest prompt and the next prompt by age and fairness (`next_prefill`). Each call
-        counts as a turn, and the result must be prefilled.
+        Turns alternate between the shortest prompt and the next prompt by age and fairness (`next_prefill`). A call
+        that returns prompts counts as a turn, and the caller must prefill them.
         """
         choices = self.list_choices(now)
         if not choices or now < self.compute_wait_end(choices):

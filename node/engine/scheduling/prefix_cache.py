@@ -111,8 +111,8 @@ class PrefixCacheManager:
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
         """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
-        count the prompts that neither memory nor disk has any longer as evicted. `fingerprints` has the fingerprints of
-        the node's models by name."""
+        count the evictions of prompts that neither memory nor disk has any longer. `fingerprints` has the fingerprints
+        of the node's models by name."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
@@ -264,7 +264,7 @@ class PrefixCacheManager:
             self._store_entry(prefill.loaded_model, key, materialize(cache), prompt_hash, scope, snapshot=True)
 
     def _store_shared_prompt(self, prefill: Prefill, past: PrefixState, layers: Layers, transient: int) -> None:
-        """Store the tokens of a shared system prompt for all keys. The caches of the model must be plain."""
+        """Store the tokens of a shared system prompt for all keys. The model's trim mode must be `CUT`."""
         if not past.shared:
             return
         name, key = prefill.loaded_model.name, past.key[: past.shared * ID_BYTES]
@@ -345,8 +345,8 @@ class PrefixCacheManager:
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
-        for other choices, or if the request does not use the prefix cache. Do nothing as well for a sequence that is
-        shorter than `MIN_PREFIX_TOKENS` or already cached, or without room. Exceptions of the batch propagate."""
+        for other choices, or if the request does not use the prefix cache or memory has no room. Do nothing as well for
+        a sequence that is below `MIN_PREFIX_TOKENS` or already cached. Exceptions of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

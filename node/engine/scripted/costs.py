@@ -24,8 +24,7 @@ class EngineCosts(Protocol):
 
     @property
     def free_prefill(self) -> bool:
-        """Whether a prefill takes no time. It then runs at once, also within a decode step, and returns no
-        token."""
+        """Whether a prefill takes no time. It then runs at once, even during a decode step, and returns no token."""
         ...
 
     def get_pace(self, model: str) -> ChunkPace:

@@ -26,7 +26,7 @@ slept."""
 
 
 class RunningTurns(NamedTuple):
-    """Turn in progress, or with `leap` several equal turns, of which the first may have ended already."""
+    """Turn in progress, or with `leap` several equal turns, some of which may already have ended."""
 
     began: float
     """Monotonic time at which the first turn began."""

@@ -15,8 +15,8 @@ MIN_LOGPROB = -9999.0
 
 
 def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Return the natural log probability of a token, and the `count` (0 to `MAX_ALTERNATIVES`) most likely tokens with
-    theirs, in descending order.
+    """Return the natural log probability of a token, and the tokens and log probabilities of the `count` most likely
+    tokens in descending order. `count` is from 0 to `MAX_ALTERNATIVES`.
 
     `logprobs` has the shape (vocabulary,). `token_bytes(token)` returns the bytes of a token. Tokens that a grammar
     forbids are not among the most likely tokens. `MIN_LOGPROB` is returned for a token with the probability 0.

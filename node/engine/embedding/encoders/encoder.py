@@ -28,7 +28,7 @@ class Encoder:
 
     @property
     def arrays(self) -> list[mx.array]:
-        """Weights that the encoder uses, some of them possibly not loaded yet."""
+        """Weights that the encoder uses, as lazy arrays."""
         return list(self._weights.arrays.values())
 
     def run(

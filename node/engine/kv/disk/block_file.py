@@ -38,7 +38,7 @@ class InvalidBlockError(ValueError):
 
 
 class BlockPart(StrEnum):
-    """Content of a file; also the suffix of its name."""
+    """Kind of the content of a file. The value is the suffix of the file's name."""
 
     TOKENS = "t"
     """Keys and values of a whole block, of the layers that keep all tokens."""

@@ -69,7 +69,7 @@ class BlockIndex:
         return all(file in self._sizes for file in files)
 
     def add(self, name: BlockName, size: int) -> None:
-        """Add a file of `size` bytes, or replace its size. The file becomes the most recently used one."""
+        """Add a file of `size` bytes, or replace its size. The file becomes the most recently used file."""
         with self._lock:
             before = self._sizes.pop(name.file, None)
             self._sizes[name.file] = size
@@ -81,8 +81,8 @@ class BlockIndex:
         self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
 
     def remove(self, file: str) -> bool:
-        """Remove a file from the index by its name, and add the name to `removed` if the index had the file. Return
-        whether it had. The file itself is not deleted."""
+        """Remove a file from the index by its name, and add the name to `removed`. Return False, and change nothing, if
+        the index does not have the file. The file itself is not deleted."""
         with self._lock:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:
@@ -114,8 +114,8 @@ class BlockIndex:
             return [file for file in self._sizes if file.startswith(f"{model}/")]
 
     def mark_used(self, files: Sequence[str]) -> None:
-        """Mark files as used. The first file becomes the most recently used, because the later ones are useless without
-        it."""
+        """Mark files as used. The first file becomes the most recently used, because the other files are useless
+        without it."""
         with self._lock:
             for file in reversed(files):
                 if file in self._sizes:

@@ -36,7 +36,7 @@ class PlannedPart(NamedTuple):
 
 
 class ReadPlan(NamedTuple):
-    """Files from which the first `length` tokens of a prompt are restored, in order."""
+    """Plan to restore the first `length` tokens of a prompt: the files to read, in order."""
 
     length: int
     parts: tuple[PlannedPart, ...]
@@ -70,7 +70,7 @@ class BlockReader:
         threading.Thread(target=self._run, name="disk-cache-reader", daemon=True).start()
 
     def take(self, timeout: float) -> ReadPart | None:
-        """Return the next part; None if it was not read within `timeout` seconds."""
+        """Wait for the next part and return it; None if it is not read within `timeout` seconds."""
         try:
             return self._parts.get(timeout=timeout)
         except queue.Empty:

@@ -303,7 +303,7 @@ class DiskCache:
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
         """Remove the files of an entry, and its parts that are queued or copied for the writer, because the entry's
-        request has failed. A file that is being written is deleted once it is complete."""
+        request has failed. A file that is being written is deleted when it is complete."""
         parts = [PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)]
         files = {part.name.file for part in parts}
         self.queue.remove(entry, files)

@@ -54,7 +54,7 @@ class LaunchedCut(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
     def wait(self) -> None:
-        """Block until the copies are complete. Must be called before they are released (docs/decisions/0064)."""
+        """Block until the copies are complete. Must be called before the copies are released (docs/decisions/0064)."""
         evaluate(self.arrays)
 
     def collect(self) -> list[BlockArray]:

@@ -39,8 +39,9 @@ more part."""
 class DiskTier:
     """Disk tier of the prefix cache (see the module's docstring).
 
-    `cache` is None if the disk cache is off. `folder` is the folder of the disk cache, from which `clear` then deletes
-    files of an earlier process; None if no folder is set. `memory` is checked for room before parts are copied.
+    `cache` is None if the disk cache is off. `folder` is the folder of the disk cache; None if no folder is set. If the
+    disk cache is off, `clear` deletes the files of an earlier process there. `memory` is checked for room before parts
+    are copied.
     """
 
     def __init__(self, cache: DiskCache | None, memory: PrefixMemory, folder: Path | None = None) -> None:

@@ -126,8 +126,8 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
     """Return the index in `waiting` of the next prefill. Each item is (remaining tokens, monotonic time of arrival, API
     key).
 
-    `turn` counts the choices. Every second choice is the shortest prompt. `reading` makes the other choices by age and
-    fairness between keys.
+    `turn` counts the choices. Every second choice is the shortest prompt. The other choices follow age and the fairness
+    between keys (`reading`).
     """
     if turn % 2:
         return min(range(len(waiting)), key=lambda place: waiting[place][0])

@@ -42,7 +42,7 @@ class RowState(StrEnum):
 
 
 class RowEvent(StrEnum):
-    """Event of a row."""
+    """Event that changes the state of a row."""
 
     CHUNK = "chunk"
     """The forward of a prefill chunk begins, a packed prefill has ended, or the cache was restored from the disk."""

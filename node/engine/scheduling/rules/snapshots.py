@@ -30,8 +30,8 @@ MAX_LONG_SNAPSHOTS = 4
 
 
 def is_long_snapshot_due(tokens: int, seconds: float) -> bool:
-    """Return whether a snapshot of a long prompt is due, `tokens` tokens after its last one. `seconds` is the estimated
-    time to prefill these tokens."""
+    """Return whether a snapshot of a long prompt is due, `tokens` tokens after the last snapshot. `seconds` is the
+    estimated time to prefill these tokens."""
     return tokens >= LONG_SNAPSHOT_TOKENS and seconds >= LONG_SNAPSHOT_SECONDS
 
 
