@@ -76,10 +76,10 @@ class EncoderPairs:
 
     def tokenize(self, document: str) -> TokenizedPair:
         """Return the tokens of the pair with a document. Cut the document to `max_tokens` of the request (0: no cut).
-        With `truncate`, also cut the document to the room that `most` leaves.
 
-        Without `truncate`, a pair may have more than `most` tokens. With `truncate`, raise `TooLong` for a query
-        without room for any document. Raise `TokenizerPanic` if the native tokenizer panics.
+        With `truncate`, also cut the document to the room that `most` leaves, and raise `TooLong` if the query leaves
+        no room. Without `truncate`, a pair may have more than `most` tokens. Raise `TokenizerPanic` if the native
+        tokenizer panics.
         """
         with convert_panics():
             found = self._rust.encode(self._request.query, document)

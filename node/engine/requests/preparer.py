@@ -68,7 +68,7 @@ class RequestPreparer:
 
     def can_prepare_inline(self, frame: Generate | CountTokens | Embed) -> bool:
         """Return whether the I/O thread may prepare this prompt: the prompt is short, needs no lock and has no grammar.
-        Return True as well if the model is unknown or its files cannot be used."""
+        Return True as well if the model is unknown or its files cannot be used: the answer is then a refusal."""
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return True

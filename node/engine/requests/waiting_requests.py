@@ -91,7 +91,8 @@ class WaitingRequests:
         self._in_tokenization[number] = (need, hold)
 
     def end_tokenization(self, number: int) -> None:
-        """Release the memory and the model of a prompt after its tokenization. An unknown number is ignored."""
+        """Release the reserved memory of a prompt and its hold on the model after the tokenization. An unknown number
+        is ignored."""
         _, hold = self._in_tokenization.pop(number, (0, None))
         if hold is not None:
             hold.release()

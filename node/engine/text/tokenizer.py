@@ -230,8 +230,9 @@ class Tokenizer:
         The ids of its calls contain `request_id` and, above 0, `choice`. `stops` are its stop strings. `tools` is the
         JSON array of the request. `thinking`: the prompt has started the reasoning. `continued`: the prompt has started
         a message in Harmony. With `one_call` the answer ends with its first call. With a `grammar`, markers are
-        recognized only where the grammar allows them. `client_names` has the client's names of tools by the names that
-        the model uses, where they differ. Raise `TemplateFailed` or `ValueError` if `tools` is not a JSON array.
+        recognized only where the grammar allows them; `thinking` and `continued` have no effect, and tools of the
+        grammar replace `tools`. `client_names` has the client's names of tools by the names that the model uses, where
+        they differ. Raise `TemplateFailed` or `ValueError` if `tools` is not a JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"

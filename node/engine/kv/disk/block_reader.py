@@ -28,7 +28,7 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class PlannedPart(NamedTuple):
-    """File to read."""
+    """File of a plan, which has one part of the stored prefix."""
 
     name: BlockName
     start: int
