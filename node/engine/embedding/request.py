@@ -260,7 +260,7 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the number of tokens of all requests that have not been processed (`EmbeddingRequest.left`)."""
+        """Return the number of tokens that are not processed yet, over all requests (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:

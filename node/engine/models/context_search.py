@@ -1,8 +1,9 @@
-"""Search for the longest row that passes a memory check, with fewer tokens at each attempt, and its diagnosis. Pure.
+"""Search for the longest row that passes a memory check, with fewer tokens at each attempt. Pure.
 
-The first length follows from the fitted memory costs of the model. A memory reading also includes costs that no fit
-covers, such as growth of the process or other programs. The caller therefore provides a check against a reading. A
-length from the settings is tried only once, not reduced.
+A failed search has a diagnosis, which names the settings to change. The first length follows from the fitted memory
+costs of the model. A memory reading also includes costs that no fit covers, such as growth of the process or other
+programs. The caller therefore provides a check against a reading. A length from the settings is tried only once, not
+reduced.
 """
 
 from collections.abc import Callable, Generator

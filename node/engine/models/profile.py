@@ -22,7 +22,8 @@ METHOD_VERSION = 2
 
 
 class MemoryProfileKey(msgspec.Struct, frozen=True):
-    """Key of a profile. Each model, machine and library version has its own profile, because its memory differs."""
+    """Key of a profile. Each model, machine and library version has its own profile, because forwards take different
+    memory."""
 
     fingerprint: str
     """Fingerprint of the model."""

@@ -1,6 +1,6 @@
 """BERT, RoBERTa and XLM-RoBERTa: absolute positions, and a normalization after each part of a layer.
 
-As in `modeling_bert.py` and `modeling_roberta.py` of transformers.
+The computation is that of `modeling_bert.py` and `modeling_roberta.py` of transformers.
 """
 
 from collections.abc import Iterator

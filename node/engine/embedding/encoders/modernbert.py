@@ -1,6 +1,6 @@
 """ModernBERT: rotary positions, a normalization before each part of a layer, and layers with a window.
 
-As in `modeling_modernbert.py` of transformers.
+The computation is that of `modeling_modernbert.py` of transformers.
 """
 
 from collections.abc import Iterator

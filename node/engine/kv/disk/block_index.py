@@ -40,7 +40,7 @@ ScannedFile = tuple[float, str, int]
 
 
 class BlockIndex:
-    """Files of the disk cache with their sizes (see the module's docstring)."""
+    """Index of the files of the disk cache, with their sizes (see the module's docstring)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
