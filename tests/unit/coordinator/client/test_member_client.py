@@ -61,3 +61,18 @@ def test_an_address_that_is_missing_or_wrong_is_named(tmp_path: Path, addresses:
     with pytest.raises(CommandError, match=f"cannot be reached: {tried}") as caught:
         query_coordinator(identity, "/api/v1/status")
     assert caught.value.exit_code == UNREACHABLE
+
+
+def test_a_node_without_a_coordinator_of_its_own_reads_three_paths_with_its_certificate(tmp_path: Path):
+    store(tmp_path, json.dumps(STORED | {"addresses": ["127.0.0.1:1"]}))
+    session = ApiSession(tmp_path, None, None, "text")
+    for path in ("/api/v1/status", "/api/v1/nodes", "/api/v1/models"):
+        with pytest.raises(CommandError, match=r"127\.0\.0\.1:1"):
+            session.request_json("GET", path)
+    for method, path in (("GET", "/api/v1/keys"), ("POST", "/api/v1/nodes")):
+        with pytest.raises(CommandError) as refused:
+            session.request_json(method, path)
+        assert "127.0.0.1:1" not in refused.value.message
+    (tmp_path / "login.json").write_text(json.dumps({"url": "http://127.0.0.1:2", "key": "mp_a"}))
+    with pytest.raises(CommandError, match=r"127\.0\.0\.1:2"):
+        session.request_json("GET", "/api/v1/status")

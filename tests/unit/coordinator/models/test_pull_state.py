@@ -538,3 +538,14 @@ def test_every_order_of_events_keeps_the_invariants_and_ends(random: Random, cou
     orders = [action.order for action in pull.sent if isinstance(action, SendPull | SendServe)]
     assert len(orders) == len(set(orders))
     assert all(node.stage in ENDED for node in pull.state.nodes.values())
+
+
+def test_a_download_of_a_node_that_stays_away_waits_without_phase_and_speed() -> None:
+    pull = Pull(A, B)
+    pull.progress(A, done=5, total=10, fetched=5, speed=3.0)
+    assert (pull.state.nodes[A].phase, pull.state.nodes[A].speed) == (ModelOrderPhase.DOWNLOADING, 3.0)
+    pull.apply(NodeUnlinked(A))
+    pull.now += UNLINKED_SECONDS
+    pull.apply(TimePassed())
+    away = pull.state.nodes[A]
+    assert (away.stage, away.phase, away.speed, away.done) == (PullStage.WAITING, "", 0.0, 5)

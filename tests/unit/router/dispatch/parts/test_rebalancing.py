@@ -250,3 +250,10 @@ async def test_rebalance_skips_a_model_without_another_node():
     assert on(cluster, tickets, B) != []
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+def test_find_idle_nodes_is_bounded_for_each_model():
+    nodes = [NodeView(NodeId(f"n{at}"), f"n{at}", "ready", models={"tiny": a_model()}) for at in range(20)]
+    other = NodeView(NodeId("o"), "o", "ready", models={"other": a_model("other")})
+    idle = rebalancing.find_idle_nodes(ClusterView((*nodes, other)), ReservationLedger())
+    assert idle == {"tiny": ClusterView(tuple(nodes[: rebalancing.MAX_TARGETS])), "other": ClusterView((other,))}

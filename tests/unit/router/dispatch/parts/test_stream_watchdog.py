@@ -1,11 +1,12 @@
 """Keep-alives and the end of readers that fall behind."""
 
 from router.dispatch.active_request import ActiveRequest
-from router.dispatch.answer import StreamedAnswer
+from router.dispatch.answer import MAX_ANSWER_CHARS, StreamedAnswer
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
-from router.dispatch.request import SLOW
+from router.dispatch.request import SLOW, RequestFailure
 from tests.support.cluster.manual_pool import A, Cluster
 from wire.frames import Finished
+from wire.refusals import FailureCode
 
 
 def sweep(cluster: Cluster, seconds: float) -> None:
@@ -63,4 +64,20 @@ async def test_a_reader_of_a_complete_answer_ends_once_and_gets_no_end_without_i
     assert cluster.dispatcher.counters.slow_clients == 1
     assert isinstance(request.outcome, Finished)
     cluster.dispatcher.close(request)
+    cluster.settled()
+
+
+async def test_a_collected_answer_ends_above_its_maximum_of_characters() -> None:
+    cluster = Cluster(A)
+    request = cluster.submit(stream=False)
+    quarter = "x" * (MAX_ANSWER_CHARS // 4)
+    for _ in range(4):
+        cluster.speak(quarter)
+    assert request.outcome is None
+    cluster.speak("y")
+    assert isinstance(request.outcome, RequestFailure)
+    assert request.outcome.code is FailureCode.ANSWER_TOO_LONG
+    assert "use stream or lower max_tokens" in request.outcome.message
+    assert cluster.dispatcher.counters.slow_clients == 0
+    cluster.dispatcher.shutdown()
     cluster.settled()
