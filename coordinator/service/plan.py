@@ -53,11 +53,12 @@ class ServicePlan:
     def program(self) -> tuple[str, ...]:
         """Command line of the service, run without a shell.
 
-        It has `--allow-missing-folders`, because a disk that is not connected must not prevent the start.
+        It has `--allow-missing-folders`, because a disk that is not connected must not prevent the start. A node has
+        `--joined-only`, because after `cluster leave` it must not ask to join again.
         """
-        verb = "up" if self.role == "coordinator" else "join"
+        role = ("up",) if self.role == "coordinator" else ("join", "--joined-only")
         common = ("--state", self.state, "--allow-missing-folders")
-        return (self.python, "-P", "-m", MODULE, verb, *common, *self.arguments)
+        return (self.python, "-P", "-m", MODULE, *role, *common, *self.arguments)
 
     @property
     def environment(self) -> dict[str, str]:

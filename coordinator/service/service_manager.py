@@ -3,6 +3,7 @@
 Tools have absolute paths, because this code runs as root. In tests, a `ServiceHost` has other tools and another root.
 """
 
+import grp
 import os
 import pwd
 import subprocess
@@ -186,6 +187,14 @@ def _explain_code(code: int) -> str:
         125: " (this domain cannot be reached from here: use sudo)",
     }
     return hints.get(code, "")
+
+
+def find_group_name(gid: int) -> str:
+    """Return the name of a group. Raise `ServiceError` if the system has no group with this id."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        raise ServiceError(5, f"group {gid}, the user's primary one, has no name on this machine: create it") from None
 
 
 def find_account(user: str) -> tuple[int, int, str]:

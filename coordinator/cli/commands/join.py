@@ -42,6 +42,11 @@ CLUSTER_PORT = 8081
     is_flag=True,
     help="Start although a model folder is missing, as on a disk that is not connected. A service has this option.",
 )
+@click.option(
+    "--joined-only",
+    is_flag=True,
+    help="End at once with exit code 0 if this machine is not in a cluster. A service has this option.",
+)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
 def join(
@@ -52,6 +57,7 @@ def join(
     name: str | None,
     models: tuple[Path, ...],
     allow_missing_folders: bool,
+    joined_only: bool,
     pairs: tuple[str, ...],
     output: str,
 ) -> None:
@@ -79,7 +85,11 @@ def join(
         secret = token_file.readline(MAX_TOKEN_CHARACTERS) if token_file else ""
     except UnicodeDecodeError as error:
         raise click.UsageError(f"the file of --token-file is no text: {error}") from None
-    arguments = ["--state", str(state or get_default_state()), "--output", output]
+    folder = state or get_default_state()
+    if joined_only and not _get_identity_file(folder).exists():
+        click.echo(f"{folder} is in no cluster: there is no node to start", err=True)
+        return
+    arguments = ["--state", str(folder), "--output", output]
     if url:
         arguments += ["--url", url]
     for model in models:
@@ -88,6 +98,11 @@ def join(
     for pair in (*pairs, *([f"node.name={name}"] if name else [])):
         arguments += ["--set", pair]
     _become_node(arguments, secret)
+
+
+def _get_identity_file(state: Path) -> Path:
+    """Return the file of the node's identity, which exists while the machine is in a cluster."""
+    return state / "node" / "identity" / "identity.json"
 
 
 def _become_node(arguments: list[str], secret: str) -> NoReturn:
@@ -113,7 +128,7 @@ def leave(state: Path | None, force: bool, yes: bool) -> None:
     reached. In that case, and after --force, run `cluster node remove NAME` on the coordinator.
     """
     folder = state or get_default_state()
-    identity, lock = folder / "node" / "identity" / "identity.json", folder / "node" / "lock"
+    identity, lock = _get_identity_file(folder), folder / "node" / "lock"
     if not identity.exists():
         raise CommandError(NOT_FOUND, f"there is no node in {folder}")
     confirm("Remove this machine from its cluster? It needs a new token or code to join again.", yes=yes)

@@ -94,14 +94,13 @@ def _create_plan(
     Raise `CommandError` if the user is unknown, if an argument or wired limit is refused, or if the state folder has
     neither cluster nor node.
     """
-    import grp
-
     from coordinator.service.plan import ServicePlan, explain_refused_arguments
-    from coordinator.service.service_manager import find_account
+    from coordinator.service.service_manager import find_account, find_group_name
 
     name = user or os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
     with _convert_errors():
         _, gid, home = find_account(name)
+        group = find_group_name(gid)
     folder = (state or Path(home) / _get_data_folder(host)).absolute()
     refused = explain_refused_arguments(arguments)
     if refused is not None:
@@ -120,7 +119,7 @@ def _create_plan(
         role,
         sys.executable,
         name,
-        grp.getgrgid(gid).gr_name,
+        group,
         home,
         str(folder),
         f"/{host.logs.relative_to(host.root)}",

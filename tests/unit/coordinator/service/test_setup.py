@@ -6,6 +6,7 @@ import os
 import plistlib
 import pwd
 import stat
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from coordinator.cli import cluster
 from coordinator.doctor.service_checks import check_service
 from coordinator.service import launchd, service_manager, setup
 from coordinator.service.plan import ServicePlan
-from coordinator.service.service_manager import ServiceError, ServiceHost
+from coordinator.service.service_manager import ServiceError, ServiceHost, find_account, find_group_name
 from coordinator.service.setup import install, uninstall
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
@@ -413,3 +414,19 @@ def test_a_folder_or_tool_that_cannot_be_used_is_a_clear_error(tmp_path: Path, p
     tools = dataclasses.replace(host, tools=dict.fromkeys(host.tools, str(tmp_path)))
     with pytest.raises(ServiceError, match=f"{tmp_path} cannot be run: Permission denied"):
         tools.read_state()
+
+
+def test_find_group_name_names_a_group_of_the_system_and_refuses_an_unknown_one():
+    assert find_group_name(0) == ("root" if sys.platform == "linux" else "wheel")
+    with pytest.raises(ServiceError, match="group 3999999999, the user's primary one, has no name") as refused:
+        find_group_name(3999999999)
+    assert refused.value.code == 5
+
+
+def test_find_account_refuses_an_unknown_user_and_root():
+    with pytest.raises(ServiceError, match="there is no user 'nobody-here'") as unknown:
+        find_account("nobody-here")
+    assert unknown.value.code == 5
+    with pytest.raises(ServiceError, match="does not run as root") as root:
+        find_account("root")
+    assert root.value.code == 6

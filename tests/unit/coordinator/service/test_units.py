@@ -27,6 +27,12 @@ PLAN = ServicePlan(
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), min_size=1, max_size=20)
 
 
+def test_the_service_of_a_node_does_not_ask_to_join_again():
+    program = replace(PLAN, role="node", arguments=()).program
+    assert program[4:] == ("join", "--joined-only", "--state", "/var/pool/state dir", "--allow-missing-folders")
+    assert "--joined-only" not in PLAN.program
+
+
 def test_the_job_of_launchd_has_what_a_server_needs():
     job = plistlib.loads(launchd.render_property_list(launchd.build_job(PLAN)).encode())
     assert job == launchd.build_job(PLAN)

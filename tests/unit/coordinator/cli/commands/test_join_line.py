@@ -57,6 +57,21 @@ def test_options_of_join_are_those_of_the_node(tmp_path: Path, started: list[tup
     ]
 
 
+def test_with_joined_only_a_machine_without_a_cluster_ends_at_once(
+    tmp_path: Path, started: list[tuple[list[str], str]]
+) -> None:
+    words = ["join", "--state", str(tmp_path), "--joined-only"]
+    done = CliRunner().invoke(cluster, words)
+    assert (done.exit_code, done.stdout, started) == (0, "", [])
+    assert done.stderr == f"{tmp_path} is in no cluster: there is no node to start\n"
+    (tmp_path / "node" / "identity").mkdir(parents=True)
+    (tmp_path / "node" / "identity" / "identity.json").write_text("{}")
+    CliRunner().invoke(cluster, [*words, "--token-file", "-"], input=f"{TOKEN}\n")
+    ((arguments, _),) = started
+    words = arguments[arguments.index("node.run") + 1 : arguments.index("--token-fd")]
+    assert words == ["--state", str(tmp_path), "--output", "text"]
+
+
 def test_printed_join_command_passes_the_token_through_a_pipe() -> None:
     line = build_join_command("macpool://10.0.0.1:8081", TOKEN)
     echo, _, command = line.partition(" | ")
