@@ -18,7 +18,7 @@ from coordinator.metrics.pool import POOL
 from coordinator.metrics.pool_snapshot import PoolSnapshot
 
 EVALUATION_INTERVAL_SECONDS = 5.0
-"""Seconds between two evaluations; the same as Prometheus' interval."""
+"""Seconds between two evaluations; equal to the evaluation interval of Prometheus."""
 _NAMES = frozenset(name for rule in WATCHED for name in rule.list_metrics())
 _POOL = tuple(family for family in POOL if family.full_name in _NAMES)
 _NODE = tuple(family for family in NODE if family.full_name in _NAMES)
@@ -28,7 +28,7 @@ log = structlog.get_logger("coordinator.alerts")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Alert rule that has held long enough for a set of labels, such as one node."""
+    """Alert rule that has held for its required time for one set of labels, such as one node."""
 
     rule: AlertRule
     labels: Labels
@@ -38,12 +38,12 @@ class Condition:
 
     @property
     def summary(self) -> str:
-        """Summary of the rule with the values of the labels."""
+        """Summary of the rule, in which the values of `labels` replace the label names."""
         return format_summary(self.rule.summary, self.labels)
 
     @property
     def node(self) -> str:
-        """Name of the node; empty if the condition has none."""
+        """Name of the node to which the condition applies; empty for a condition of the pool."""
         return dict(self.labels).get("node", "")
 
     def to_row(self) -> dict[str, object]:
@@ -86,15 +86,15 @@ class ConditionEvaluator:
         )
 
     def get_flags(self) -> Mapping[str, bool]:
-        """Return for each rule, by its name, whether the rule has an active condition."""
+        """Return whether each rule has an active condition, by the name of the rule."""
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
     def evaluate(self, sample: Sample, now: float, wall: float) -> None:
         """Evaluate the rules on the next sample and notify the listeners of conditions that begin or end.
 
-        `now` is in monotonic seconds, and measures for how long a rule has held. `wall` is the same time in Unix
-        seconds.
+        `now` is in monotonic seconds; the time for which a rule has held is computed from it. `wall` is the same time
+        in Unix seconds. Errors of listeners are raised.
         """
         self._history.add_sample(sample, now, wall)
         holding: dict[_Key, AlertRule] = {}
@@ -116,7 +116,7 @@ class ConditionEvaluator:
 
 
 def log_condition(condition: Condition, began: bool) -> None:
-    """Log a condition for `cluster events`: as a warning if it `began`, else as information that it ended."""
+    """Log the start (`began`) of a condition as a warning, or its end as information, for `cluster events`."""
     write = log.warning if began else log.info
     write(
         "condition began" if began else "condition ended",
@@ -128,9 +128,9 @@ def log_condition(condition: Condition, began: bool) -> None:
 
 
 def build_sample(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
-    """Return the metrics that rules use, with the names and labels that Prometheus has.
+    """Return the metrics that rules use, with the names and labels under which Prometheus stores them.
 
-    Series of nodes have the label `node`. Histograms are left out.
+    Series of nodes have the label `node`. Histograms are omitted.
     """
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect_families(_POOL, pool):
@@ -154,7 +154,7 @@ def _add_series(
 
 
 class AlertLoop:
-    """Periodic evaluation of `conditions`.
+    """Loop that evaluates `conditions` periodically.
 
     `sample` returns the current metrics, `clock` monotonic seconds, `wall` Unix seconds.
     """
@@ -174,7 +174,7 @@ class AlertLoop:
     async def run(self) -> None:
         """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled.
 
-        Continue after a failure. Log only the first of consecutive failures.
+        Errors of an evaluation do not end the loop. Only the first of consecutive errors is logged.
         """
         failed = False
         while True:

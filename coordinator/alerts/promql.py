@@ -1,12 +1,12 @@
-"""Expression trees of the alert rules: rendered as PromQL, and evaluated on the coordinator's own samples.
+"""Expression trees of the alert rules, rendered as PromQL and evaluated on the coordinator's own samples.
 
-Prometheus and the coordinator must agree on the meaning of an alert, hence the rule is written once, as an expression
-tree. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
-which it holds. Two vectors match where all their labels are equal.
+Each rule is written once, as an expression tree, because Prometheus and the coordinator must agree on its meaning. A
+value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for which it
+holds. Two vectors match where all their labels are equal.
 
 Differences from PromQL: `Increase` adds observed increases without extrapolation. A series that is absent from the
-newest sample, and a division by 0, have no value. Rules compare with 0 or with coarse shares, for which both agree. A
-test evaluates each rule with both.
+newest sample has no value, nor has a division by 0. The differences do not affect the rules, because they compare with
+0 or with coarse ratios. A test evaluates each rule with Prometheus and with this module.
 """
 
 from abc import ABC, abstractmethod
@@ -38,8 +38,8 @@ Value = Vector | Scalar
 class SampleHistory:
     """Newest sample, and recent increases of counters.
 
-    `windows` has by counter name the windows, in seconds, over which increases are needed. A counter that falls has
-    restarted: its value is its increase.
+    `windows` maps the name of each counter to the windows, in seconds, over which rules use its increase. A counter
+    whose value falls has restarted: its new value counts as the increase.
     """
 
     def __init__(self, windows: Mapping[str, frozenset[float]]) -> None:
@@ -56,8 +56,8 @@ class SampleHistory:
     def add_sample(self, sample: Sample, now: float, wall: float) -> None:
         """Replace the newest sample by one taken at `now` (monotonic seconds), and record the increases of counters.
 
-        `wall` is the same time in Unix seconds. Remove counters that are absent from the new sample, and increases
-        before the longest window.
+        `wall` is the same time in Unix seconds. Counters that are absent from the new sample are removed, as are
+        increases older than the longest window.
         """
         self.sample, self.now, self.wall = sample, now, wall
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
@@ -79,10 +79,10 @@ class SampleHistory:
             rises.popleft()
 
     def iterate_increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
-        """Yield the increase of each series of a counter over the `seconds` before the newest sample.
+        """Yield the labels and the increase of each series of a counter over the `seconds` before the newest sample.
 
-        `seconds` is at most the longest window of the counter. Omit series that were seen only once, and yield nothing
-        for a counter without windows.
+        `seconds` is at most the longest window of the counter. A series that was seen only once is omitted. A counter
+        without windows yields nothing.
         """
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
@@ -108,7 +108,7 @@ class Expression(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Metric(Expression):
-    """Newest value of each series of a metric, by its full name. `only` lists required (label, value) pairs."""
+    """Newest value of each series of the metric with this full name. `only` lists required (label, value) pairs."""
 
     name: str
     only: tuple[tuple[str, str], ...] = ()
@@ -177,12 +177,15 @@ class MaxOver(Expression):
         return f"max({self.operand.to_promql()})"
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the maximum on the newest sample: empty if the operand has no series, a plain number unchanged."""
+        """Return the maximum on the newest sample, as one series without labels.
+
+        The result is empty if the operand has no series. A plain number is returned unchanged.
+        """
         value = self.operand.evaluate(history)
         return value if isinstance(value, Scalar) else ({frozenset(): max(value.values())} if value else {})
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return the operand, as the only element."""
+        """Return `operand`, as the only element."""
         return (self.operand,)
 
 
@@ -195,13 +198,13 @@ class BinaryOp(Expression):
     right: Expression
 
     def to_promql(self) -> str:
-        """Render the operation in parentheses as PromQL."""
+        """Render the difference or quotient, in parentheses, as PromQL."""
         return f"({self.left.to_promql()} {self.sign} {self.right.to_promql()})"
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the result for each pair of series with equal labels, on the newest sample.
+        """Return the difference or quotient of each pair of series with equal labels, on the newest sample.
 
-        A plain number is paired with each series; two plain numbers have no result.
+        A plain number is paired with each series. Two plain numbers have no result.
         """
         return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), self._apply)
 
@@ -211,7 +214,7 @@ class BinaryOp(Expression):
         return left / right if right else None
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return both operands, left first."""
+        """Return `left` and `right`."""
         return (self.left, self.right)
 
 
@@ -237,7 +240,7 @@ class Comparison(Expression):
         )
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return both operands, left first; only the left one if the right one is a number."""
+        """Return `left`, and `right` unless it is a number."""
         return (self.left, self.right) if isinstance(self.right, Expression) else (self.left,)
 
 
@@ -249,7 +252,7 @@ class Intersection(Expression):
     right: Expression
 
     def to_promql(self) -> str:
-        """Render both operands with `and` as PromQL."""
+        """Render the operands, joined by `and`, as PromQL."""
         return f"{self.left.to_promql()} and {self.right.to_promql()}"
 
     def evaluate(self, history: SampleHistory) -> Value:
@@ -257,7 +260,7 @@ class Intersection(Expression):
         return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), lambda value, _: value)
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return both operands, left first."""
+        """Return `left` and `right`."""
         return (self.left, self.right)
 
 
@@ -277,7 +280,7 @@ def _combine_matching(
 
 
 def walk_expression(expression: Expression) -> Iterator[Expression]:
-    """Yield an expression and all of its descendants, parents first."""
+    """Yield an expression and all of its descendants, each parent before its operands."""
     yield expression
     for part in expression.get_operands():
         yield from walk_expression(part)

@@ -1,7 +1,7 @@
-"""Alert rules, from which both Prometheus' rules and the coordinator's conditions are made.
+"""Alert rules: the source of both the rules for Prometheus and the coordinator's own conditions.
 
-Each rule has an entry with its name in the runbook, docs/alerts.md. A test evaluates a case in which the rule
-holds and a case in which it does not, with Prometheus and with the coordinator.
+Each rule has an entry with its name in the runbook, docs/alerts.md. A test evaluates a case in which the rule holds and
+a case in which it does not, with Prometheus and with the coordinator.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,16 @@ from coordinator.alerts.promql import (
 from wire.node_state import NodeState
 
 RUNBOOK = "docs/alerts.md#"
-"""Beginning of the path of a runbook entry."""
+"""Path of the runbook, to which the anchor of an entry is appended."""
 DEFAULT_PAGE_URL = "http://127.0.0.1:8080"
 """Address of the page of a coordinator with default settings."""
 
 
 class Severity(StrEnum):
-    """Urgency of a condition. `CRITICAL`: a Mac or the pool is down or at risk. `WARNING`: the pool works with less."""
+    """Urgency of a condition.
+
+    `CRITICAL`: a Mac or the pool is down or at risk. `WARNING`: the pool works, with reduced capacity.
+    """
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -43,11 +46,11 @@ class AlertRule:
     severity: Severity
     expression: Expression
     seconds: int
-    """Seconds for which the expression must hold until the condition is active; 0: at once."""
+    """Seconds for which the expression must hold before the condition is active; 0 for no delay."""
     summary: str
-    """Description of the condition, with label names in braces."""
+    """Description of the condition. Label names in braces stand for the values of the labels."""
     remedy: str
-    """Next step for a person."""
+    """Next step for a person, as text."""
 
     @property
     def runbook(self) -> str:
@@ -60,7 +63,7 @@ class AlertRule:
 
 
 def format_summary(text: str, labels: Labels) -> str:
-    """Replace the label names in braces in a summary by their values. Names without a label are not replaced."""
+    """Replace each label name in braces in a summary by the value of that label. Unknown names are kept."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
     return text
@@ -341,7 +344,7 @@ WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
 
 
 def collect_windows() -> Mapping[str, frozenset[float]]:
-    """Return for each counter the windows over which rules use its increase, in seconds."""
+    """Return the windows, in seconds, over which rules use the increase of each counter, by its full name."""
     windows: dict[str, set[float]] = {}
     for rule in WATCHED:
         for part in walk_expression(rule.expression):
@@ -351,12 +354,12 @@ def collect_windows() -> Mapping[str, frozenset[float]]:
 
 
 def build_runbook_url(base: str, name: str) -> str:
-    """Return the URL of a condition's runbook entry on the page at `base` (no path)."""
+    """Return the URL of a rule's runbook entry. `base` is the URL of the page without a path."""
     return f"{base}/#/runbook/{name}"
 
 
 def render_rules_file(base: str = DEFAULT_PAGE_URL) -> str:
-    """Render the rules for Prometheus, with links to the page at `base` (no path)."""
+    """Render the rules as a rules file (YAML) for Prometheus. `base` is the URL of the page without a path."""
     lines = [
         "# Written by `make docs` from coordinator/alerts/rules.py. Do not edit.",
         "groups:",

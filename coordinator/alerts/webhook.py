@@ -55,12 +55,13 @@ METADATA_NETWORKS = tuple(
 )
 """Networks where clouds serve a machine's secrets, and the link-local network of IPv6.
 
-The clouds are AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS and Google over IPv6.
+In order: AWS, Azure, Google and other clouds; Alibaba; the host of Azure; Oracle; AWS over IPv6; Google over IPv6; IPv6
+link-local.
 """
 NAT64_NETWORKS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 """NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE
-"""Third 32-bit word of an ISATAP address (RFC 5214), without the universal bit. The last word is an IPv4 address."""
+"""Third 32-bit word of an ISATAP address (RFC 5214), without the universal bit. The last word is the IPv4 address."""
 
 log = structlog.get_logger("coordinator.webhook")
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -69,12 +70,15 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 
 class WebhookError(ValueError):
-    """Raised for a webhook URL or address that is refused. The text has the reason, without the path of the URL."""
+    """Raised if a webhook URL or an address is refused. The text has the reason, without the path of the URL."""
 
 
 @dataclass(frozen=True, slots=True)
 class WebhookAddress:
-    """Destination of messages, parsed from the webhook URL. `path` includes the query. `tls`: whether to use HTTPS."""
+    """Destination of messages, parsed from the webhook URL.
+
+    `tls` is whether to use HTTPS. `path` includes the query.
+    """
 
     tls: bool
     host: str
@@ -120,7 +124,7 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 
 
 def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
-    """Return the first of the host's IP addresses `candidates`.
+    """Return the first of `candidates`, the IP addresses of the host of `address`, if all are allowed.
 
     Raise `WebhookError` if there are none, if any is forbidden, or without TLS if any is not loopback. Raise
     `ValueError` if a candidate is not an IP address.
@@ -139,8 +143,8 @@ def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
 def is_forbidden(address: Ip) -> bool:
     """Return whether messages to an IP address are forbidden.
 
-    Forbidden are addresses that serve a cloud machine's secrets, and addresses of no single host, such as multicast
-    and reserved ones. Loopback addresses are allowed.
+    Addresses that serve a cloud machine's secrets are forbidden, as are unspecified, multicast and reserved addresses.
+    Loopback addresses are allowed.
     """
     if address.is_loopback:
         return False
@@ -181,11 +185,9 @@ def post_message(
 ) -> int:
     """Send one message as a POST and return the HTTP status of the answer.
 
-    Block until the answer arrives, at most `TIMEOUT_SECONDS` for the connection and for each read.
-
-    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system; None: only these. Raise the
-    errors of `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS
-    name.
+    Block until the answer arrives, at most `TIMEOUT_SECONDS` for the connection and for each read. `resolve` returns
+    the host's IP addresses. `trust` replaces the system's CAs; None uses the system's CAs. Raise the errors of
+    `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS name.
     """
     where = select_address(address, resolve(address.host, address.port))
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
@@ -205,7 +207,7 @@ def post_message(
 class Webhook:
     """Sender of messages about conditions, in order, with a bounded queue and retries.
 
-    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status. `send` raises
+    `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status. It raises
     `OSError`, `UnicodeError` or `WebhookError` for a failed attempt.
     """
 
@@ -220,12 +222,14 @@ class Webhook:
 
     @property
     def queued_messages(self) -> int:
-        """Number of queued messages, without the message that is being sent."""
+        """Number of queued messages, excluding the message that is being sent."""
         return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
-        """Enqueue a message that a condition `began`, or else that it ended. With a full queue, discard the oldest
-        message."""
+        """Enqueue a message about the start (`began`) or the end of a condition.
+
+        If the queue is full, discard the oldest message.
+        """
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.to_row()}
         self._queue.append(json.dumps(message).encode())
         self._more.set()
@@ -233,9 +237,9 @@ class Webhook:
     async def run(self) -> None:
         """Send queued messages until cancelled. A status of 200 to 299 means that a message was delivered.
 
-        An attempt that ends with an error, status 429 or a status of at least 500 is repeated, after
-        `FIRST_RETRY_SECONDS`, then after twice the last wait. Log and discard a message after `MAX_ATTEMPTS` attempts,
-        or after any other status.
+        An attempt is repeated after an error, status 429, or a status of at least 500. The first wait is
+        `FIRST_RETRY_SECONDS`, and each further wait is twice the last one. A message is logged and discarded after
+        `MAX_ATTEMPTS` attempts, or after any other status.
         """
         while True:
             await self._more.wait()
