@@ -29,8 +29,8 @@ IS_VALID: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     """Return a check that admits only requests with an API key that has this scope (`ApiKey.allows`).
 
-    The check sets `ACTOR`, `KEY`, `ADDRESS` and `IS_VALID`. It raises `ProblemError` (401 or 403) for any other
-    request.
+    The check sets `ACTOR`, `KEY`, `ADDRESS` and `IS_VALID`. It raises `ProblemError`: 401 without a valid key, 403 for
+    a key without the scope.
     """
 
     async def check(request: Request) -> None:
@@ -51,9 +51,9 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
 
 
 def end_with_key(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Return `pieces` of a stream until the API key of the current request is revoked, rotated or expires.
+    """Return the `pieces` of a stream, until the API key of the current request is revoked, rotated or expires.
 
-    The stream ends at its next piece, which is not sent.
+    The end is noticed at the next piece, which is discarded.
     """
     is_valid = IS_VALID.get()
 
@@ -68,10 +68,10 @@ def end_with_key(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 
 
 def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a route handler so that each successful call is written to the audit log, under the handler's name.
+    """Wrap a route handler so that the audit log gets an entry, with the handler's name, for each successful call.
 
-    An error of the handler is raised unchanged and is not written. While changes cannot be written, the wrapped handler
-    raises `StoreError`, although the call took effect.
+    An error of the handler is raised unchanged, without an entry. If the entry cannot be written to the disk, the
+    wrapped handler raises `StoreError`, although the call took effect.
     """
 
     @wraps(act)

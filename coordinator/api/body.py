@@ -1,6 +1,6 @@
-"""Request bodies of the control plane: read after the key was checked, within the route's limit, in strict mode.
+"""Request bodies of the control plane: read after the key check, within the route's limit, and parsed strictly.
 
-A body with an unknown field is refused. The inference routes do that only with `router.unknown_fields = "refuse"`.
+A body with an unknown field is refused. The inference routes refuse one only with `router.unknown_fields = "refuse"`.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
 BODY_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds for reading the body of a control request. A later body is refused with 408."""
+"""Maximum seconds for reading the body of a control request. A request whose body takes longer is refused with 408."""
 _DIGITS = 18
 """Maximum digits of a Content-Length."""
 PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Pattern of a text without control characters, which a terminal would interpret."""
+"""Pattern of a text without control characters, because a terminal would interpret them."""
 
 
 class Body(BaseModel):
@@ -39,7 +39,7 @@ class Body(BaseModel):
 
 
 class StrictRequest(Request):
-    """Request whose body has been read completely, and is parsed strictly."""
+    """Request whose `body` has been read completely, and whose JSON is parsed strictly."""
 
     def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
         super().__init__(scope, receive)
@@ -62,8 +62,8 @@ class StrictRoute(APIRoute):
     FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because the body
     of a request without a valid key must not be read.
 
-    A route is built at its first request or description, because the coordinator then starts with a tenth less CPU
-    time.
+    The FastAPI part of a route is built at its first request, or for the OpenAPI document. This saves a tenth of the
+    CPU time of the coordinator's start.
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None
@@ -81,7 +81,7 @@ class StrictRoute(APIRoute):
         self.app = self._build_and_serve
 
     def build(self) -> None:
-        """Build the handler and the description of this route, unless they exist."""
+        """Build the FastAPI part of this route, unless it is built already."""
         options, self._options = self._options, None
         if options is not None:
             super().__init__(self.path, self.endpoint, **options)
@@ -91,7 +91,7 @@ class StrictRoute(APIRoute):
         await self.app(scope, receive, send)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return FastAPI's handler, preceded by the check of the key and the read of the body.
+        """Return FastAPI's handler, preceded by the key check and the read of the body.
 
         The handler raises `ProblemError` for a request without a sufficient key (401 or 403). It also raises
         `ProblemError` for a body that is too long (413), late (408) or incomplete (400). An invalid `Content-Length`

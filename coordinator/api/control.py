@@ -1,7 +1,7 @@
 """Control application: all control routes with their key checks, and the OpenAPI document of all routes.
 
-Only this package uses FastAPI; the inference routes are plain ASGI in `router/http/app.py`. Each group lists its
-routes in a table with their scopes, and only `_add_route` adds a route.
+Only this package uses FastAPI; the inference routes are plain ASGI in `router/http/app.py`. Each `RouteGroup` lists its
+routes with their scopes. Only `_add_route` adds a route to the application.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -75,10 +75,10 @@ class Observability:
 
 
 class ControlApi:
-    """Control application `app` with all groups of routes.
+    """Builder of the control application, the ASGI application `app`, from all groups of routes.
 
-    `paths` has the OpenAPI path items of the inference routes by path. Members can query the rows of status, nodes and
-    models through `nodes.queries`.
+    `paths` maps the paths of the inference routes to their OpenAPI path items. The constructor also offers the rows of
+    status, nodes and models to members, through `nodes.queries`.
     """
 
     def __init__(
@@ -188,7 +188,8 @@ def _create_route_class(route: Route, check: Callable[[Request], Awaitable[None]
 class ControlApplication(FastAPI):
     """FastAPI application whose OpenAPI document also describes all answers of `routes`.
 
-    `paths` has the OpenAPI path items of routes outside the application, by path. `version` is that of Macpool.
+    `paths` maps the paths of routes outside the application to their OpenAPI path items. `version` is the version of
+    Macpool.
     """
 
     def __init__(self, version: str, routes: Sequence[Route], paths: Mapping[str, Any]) -> None:
@@ -206,9 +207,9 @@ class ControlApplication(FastAPI):
         install_error_handlers(self)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document of the control routes, with all of their answers, and of the other routes.
+        """Return the OpenAPI document of the control routes, with all of their answers, and of the routes in `paths`.
 
-        The document is built once.
+        The document is built at the first call.
         """
         if self.openapi_schema is not None:
             return self.openapi_schema

@@ -87,7 +87,7 @@ def has_async_preference(request: Request) -> bool:
 
 
 class DeferredCommands:
-    """Running deferred commands, and the ended ones that are still listed. `wall` returns Unix seconds."""
+    """Running deferred commands, and ended ones that are still listed. `wall` returns Unix seconds."""
 
     def __init__(self, wall: Callable[[], float] = time.time) -> None:
         self._wall = wall
@@ -95,9 +95,9 @@ class DeferredCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def build_rows(self) -> list[dict[str, object]]:
-        """Return the rows of all listed commands. The command that started or ended last comes first.
+        """Return the rows of all listed commands, ordered by their last start or end, the latest first.
 
-        Ended commands above `MAX_ENDED` or older than `LISTED_SECONDS` are deleted before.
+        Ended commands above `MAX_ENDED` or older than `LISTED_SECONDS` are deleted first.
         """
         self._delete_old()
         return [command.to_row() for command in reversed(self._commands.values())]
@@ -106,7 +106,8 @@ class DeferredCommands:
         """Wrap a route handler whose body has a model and a node, so that its command can end after the response.
 
         If the request prefers `respond-async`, the wrapped handler starts the command and returns a 202 response with
-        its row. It raises `ProblemError` (429) if `MAX_RUNNING` commands run. Any other request waits for the command.
+        its row. It raises `ProblemError` (429) if `MAX_RUNNING` commands are running. For any other request, it waits
+        for the command and returns its answer.
         """
 
         @wraps(act)

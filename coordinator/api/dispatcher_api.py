@@ -1,4 +1,4 @@
-"""Interface of the dispatcher for the control plane."""
+"""Interface of the dispatcher for the control plane, which does not import the dispatcher."""
 
 from typing import Protocol
 
@@ -24,7 +24,7 @@ class DispatcherApi(Protocol):
     placer: Placer
     """Choice of nodes; `placer.view` is the current state of the cluster."""
     names: ModelNames
-    """Names of models and aliases, and the models that they stand for."""
+    """Names of models and aliases, resolved to models."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
         """Place a request, queue it, hand it to an upstream, or end it with a refusal. The caller must `close` the
@@ -32,11 +32,11 @@ class DispatcherApi(Protocol):
         ...
 
     def close(self, request: ActiveRequest) -> None:
-        """Close a request. Cancel it if it has not ended."""
+        """Close a request from `submit`. Cancel the request if it has not ended."""
         ...
 
     def count_in_flight(self, node: NodeId) -> int:
-        """Return the number of requests that are on a node, queued requests excluded."""
+        """Return the number of requests that a node works on. Queued requests are not counted."""
         ...
 
     def count_queued(self) -> int:
@@ -48,10 +48,12 @@ class DispatcherApi(Protocol):
         ...
 
     def get_time(self) -> float:
-        """Return the current time in monotonic seconds, as in all times of the dispatcher."""
+        """Return the current time in monotonic seconds, by the clock of all times of the dispatcher."""
         ...
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node, wait at most `seconds` until it has none or is uncordoned, and return the
-        number left."""
+        """Migrate the requests of a node, and return how many are left.
+
+        Wait until none is left or the node is uncordoned, at most `seconds`.
+        """
         ...

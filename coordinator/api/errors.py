@@ -36,7 +36,7 @@ def install_error_handlers(app: FastAPI) -> None:
     """Install handlers in `app` that answer expected errors in the API's format. Other errors have no handler.
 
     A `ProblemError` and an `HTTPException` keep their status. A `StoreError` becomes 503. A `RequestValidationError`
-    becomes 400, with the first of its faults.
+    becomes 400; the message describes its first fault.
     """
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -1,4 +1,4 @@
-"""Content of the live page, in sections that are updated separately."""
+"""Content of the live page, in sections that are sent separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import RequestRecord
 
 MAX_REQUESTS_SHOWN = 50
-"""Maximum open requests (the oldest), and maximum ended requests (the newest), on the page."""
+"""Maximum open requests (the oldest) and maximum ended requests (the newest) on the page, each."""
 MAX_ENDED_PULLS_SHOWN = 10
 """Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
@@ -27,7 +27,7 @@ SILENCE_SHOWN_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSources:
-    """Sources of the page's sections. Call an instance to get the current content of all sections."""
+    """Sources of the page's sections. A call of an instance returns the current content of all sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -41,9 +41,9 @@ class SnapshotSources:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Return the current content of each section by name.
+        """Return the current content of each section, by the name of the section.
 
-        Values that change without meaning are removed, such as the uptime, because a changed section is sent again.
+        Values that change constantly, such as the uptime, are omitted, because each change of a section sends it again.
         """
         names = self.ring.get_names()
         records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
@@ -72,7 +72,7 @@ def _remove_actor(row: dict[str, object]) -> dict[str, object]:
 
 
 def _shorten_node_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace values that change without meaning in a node's row, and keep only the names of its loaded models.
+    """Replace constantly changing values in a node's row, and keep only the names of its loaded models.
 
     The age of the memory reading becomes 0. The age of the newest report becomes complete seconds, and 0 below
     `SILENCE_SHOWN_SECONDS`. The rows of nodes are sent with each change of their memory, and the rows of models have

@@ -31,9 +31,9 @@ def _render_end(reason: str) -> bytes:
 async def stream_log(pieces: AsyncGenerator[bytes]) -> Response:
     """Return a response that streams the text of a log. `pieces` are the parts of the text in UTF-8.
 
-    Wait for the first piece. Raise `ProblemError` (503) if reading it raises `LookupError` or `OSError`. Such an error
-    of a later piece ends the text with a line about it. An API key that becomes invalid ends the text at the next
-    piece.
+    Wait for the first piece. Raise `ProblemError` (503) if reading it raises `LookupError` or `OSError`. If a later
+    piece raises one, the text ends with a log line that has the reason. If the API key becomes invalid, the text ends
+    at the next piece.
     """
     pieces = end_with_key(pieces)
     try:

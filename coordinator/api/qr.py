@@ -6,6 +6,6 @@ def build_qr_matrix(text: str) -> list[str]:
 
     Raise `ValueError` if the text is too long.
     """
-    import segno  # only the page asks for it
+    import segno  # imported here, because only the page needs it
 
     return ["".join("1" if dark else "0" for dark in row) for row in segno.make(text, micro=False).matrix]

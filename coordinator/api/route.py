@@ -13,7 +13,7 @@ EVENT_STREAM_TYPE = "text/event-stream"
 MAX_BODY_BYTES = 64 * 1024
 """Maximum bytes of the body of a control route that needs an API key."""
 MAX_PUBLIC_BODY_BYTES = 1024
-"""Maximum bytes of the body of a public control route: a code of 100 characters, each of them escaped."""
+"""Maximum bytes of the body of a public control route: enough for a code of 100 characters, each of them escaped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Route:
     method: str
     """HTTP method in capitals."""
     path: str
-    """Path with parameters in braces, as `/api/v1/nodes/{node}`."""
+    """Path with parameters in braces, such as `/api/v1/nodes/{node}`."""
     scope: str
     """Scope that the API key needs; `PUBLIC_SCOPE` if no key is needed."""
     handler: Callable[..., Any]
@@ -58,7 +58,7 @@ class Route:
     Its name is the action in the audit log, its docstring the description in OpenAPI.
     """
     refusals: tuple[int, ...] = ()
-    """Error statuses in addition to the statuses that method, path and scope imply (`describe_responses`)."""
+    """Error statuses in addition to those that `describe_responses` derives from method, path and scope."""
     content: Content = JSON
     """Content of the response with status 200."""
     ends_with_name: bool = False
@@ -70,7 +70,7 @@ class Route:
 
     @property
     def pattern(self) -> str:
-        """Path as the application matches it: with `ends_with_name`, the last parameter also matches slashes."""
+        """Path in the syntax of the application. With `ends_with_name`, the last parameter also matches slashes."""
         return self.path.removesuffix("}") + ":path}" if self.ends_with_name else self.path
 
     @property
@@ -80,8 +80,7 @@ class Route:
 
     @property
     def audited(self) -> bool:
-        """Whether each successful call is written to the audit log: True if the scope is `admin` and the method is not
-        GET."""
+        """Whether each successful call gets an entry in the audit log: the scope is `admin`, and the method not GET."""
         return self.scope == "admin" and self.method != "GET"
 
     @property
@@ -90,7 +89,10 @@ class Route:
         return (self.handler.__doc__ or "").splitlines()[0]
 
     def describe_responses(self) -> dict[str, Any]:
-        """Return the OpenAPI response objects by status as text: 200, 202 if `deferrable`, and the error statuses."""
+        """Return the OpenAPI response objects of this route, by status as text.
+
+        The statuses are 200, 202 if `deferrable`, and the error statuses.
+        """
         content = {self.content.media: {"schema": dict(self.content.schema)}}
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
         missing = (404,) if "{" in self.path else ()

@@ -14,11 +14,11 @@ class ServerInfo:
     version: str
     """Version of Macpool that the coordinator runs."""
     epoch: int
-    """Epoch of the coordinator, which grows with every start."""
+    """Number of this start of the coordinator, higher than that of every earlier start."""
     address: ListenerAddress
-    """Address of the endpoint for clients."""
+    """Address of the endpoint to which clients connect."""
     cluster_address: ListenerAddress
-    """Address of the cluster port, for links of nodes."""
+    """Address of the cluster port to which nodes connect."""
     cluster: str
     """Id of the cluster."""
     started: float

@@ -39,7 +39,7 @@ class BenchmarkRoutes:
         self._measured_nodes: set[NodeId] = set()
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of benchmarks."""
+        """Return the routes to measure a model and to list benchmarks."""
         return (
             Route("POST", "/api/v1/benchmarks", "admin", self.benchmark, (404, 409, 429, 500, 502, 503, 507)),
             Route("GET", "/api/v1/benchmarks", "admin", self.benchmarks),
@@ -50,8 +50,10 @@ class BenchmarkRoutes:
 
         The node loads the model if necessary. The benchmark replaces the earlier one of the same node, model version,
         operating system and version of Macpool. The measurement continues if the client disconnects.
-        Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node or one with another benchmark.
-        Raise 507 if the result cannot be stored. If a request of the measurement fails, its status is used.
+
+        Raise `ProblemError`: 400 for an invalid model name, 404 for an unknown node or a model that the node lacks.
+        Also: 409 for a busy node without `force`, or during another benchmark of the node; 507 if the result cannot be
+        stored. If a request of the measurement fails, its status is used.
         """
         if not is_valid_model(body.model):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
@@ -87,9 +89,10 @@ class BenchmarkRoutes:
         return {"schema": 1, "benchmark": self._build_row(measured)}
 
     async def benchmarks(self, model: str | None = None) -> dict[str, Any]:
-        """List the stored speeds in tokens per second, the newest first: of one model, or of all.
+        """List the stored benchmarks, newest first, with speeds in tokens per second.
 
-        At most the newest 1000 are stored. The list of a model without benchmarks is empty.
+        With `model`, list only those of this model; the list is empty if there are none. At most the newest 1000 are
+        stored.
         """
         records = [record for record in self._records.list_all() if model in (None, record.model)]
         return {"schema": 1, "benchmarks": [self._build_row(record) for record in records]}

@@ -13,7 +13,7 @@ from coordinator.cluster.model_operations import ModelOperations
 
 
 class CacheBody(Body):
-    """Body of the deletion of cached prompts: the model, and the node (name or id). One that is absent means all."""
+    """Body of the deletion of cached prompts: the model, and the node (name or id). An absent field means all."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     node: Annotated[str, Field(min_length=1, max_length=100)] | None = None
@@ -27,16 +27,18 @@ class CacheRoutes:
         self._operations = operations
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of cached prompts."""
+        """Return the route that deletes cached prompts."""
         return (Route("POST", "/api/v1/cache/clear", "admin", self.clear, COMMAND_ERRORS),)
 
     async def clear(self, body: CacheBody) -> dict[str, Any]:
         """Delete the cached prompts of a model, or of all models, on a node or on all nodes, in memory and on the disk.
 
-        `model` may be the fingerprint of a model that a node has no longer. Return the nodes that carried this out. An
-        absent node may have prompts on its disk, and counts as failed. Raise `ProblemError`: 400 or 404 for a wrong
-        model or node, 404 if no node may have such prompts. The status of a node's failure is used although the other
-        nodes have deleted their prompts; the message names these nodes.
+        `model` may be the fingerprint of a model that a node no longer has. Return the nodes that deleted their
+        prompts. An absent node may have prompts on its disk, and counts as failed. If any node fails, the response has
+        the status of that failure, and its message names the nodes that succeeded.
+
+        Raise `ProblemError`: 400 for an invalid model name, 404 for an unknown node, 404 if no node may have such
+        prompts.
         """
         model = "" if body.model is None else check_model_name(body.model)
         node = None

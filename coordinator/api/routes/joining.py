@@ -47,9 +47,9 @@ class JoinRoutes:
         )
 
     async def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without their secrets, the newest first; times in Unix seconds. Revoked ones are omitted.
+        """List join tokens without their secrets, newest first, with times in Unix seconds. Revoked tokens are omitted.
 
-        Used and expired tokens are listed until their deletion, at least 7 days after their expiry.
+        Used and expired tokens are listed until they are deleted, at least 7 days after their expiry.
         """
         return self._admin.list_tokens()
 
@@ -66,7 +66,7 @@ class JoinRoutes:
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Revoke a join token at once, and return its id. Machines that have joined with the token stay members.
 
-        Raise `ProblemError` 404 if there is no such token, `StoreError` (503) if the change cannot be stored.
+        Raise `ProblemError` 404 if there is no such token. Raise `StoreError` (503) if the change cannot be stored.
         """
         if not self._admin.revoke_token(token):
             raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
@@ -78,7 +78,7 @@ class JoinRoutes:
         return {"schema": 1, "joins": self.build_rows()}
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return the machines that wait for approval as rows, oldest first."""
+        """Return the machines waiting for approval as rows, oldest first, without their codes."""
         waiting = self._approvals.list_waiting(asyncio.get_running_loop().time())
         return [
             {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
@@ -87,8 +87,8 @@ class JoinRoutes:
     async def approve(self, code: str) -> dict[str, Any]:
         """Approve the waiting machine with this code, and return its name.
 
-        The machine joins within seconds. A repetition within five minutes has the same response. A machine waits for at
-        most 10 minutes. Three wrong codes in a row block all decisions for 60 s. Raise `ProblemError`: 404 if no
+        The machine joins within seconds. A repeated request has the same response for five minutes. A machine waits for
+        at most 10 minutes. Three wrong codes in a row block all decisions for 60 s. Raise `ProblemError`: 404 if no
         machine shows the code, 429 while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))

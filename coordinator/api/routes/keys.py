@@ -61,8 +61,8 @@ class KeyExpiryBody(Body):
 class KeyRoutes:
     """Routes of `cluster key`. The parameter `key` is the id of a key.
 
-    The answer to a change has the id of the key. A change that cannot be stored raises `StoreError`, which is answered
-    with 503.
+    The response to a change has the id of the key. If a change cannot be stored, the handler raises `StoreError`, which
+    becomes 503.
     """
 
     def __init__(self, admin: AccessAdmin, ring: KeyRing, traffic: DispatcherApi) -> None:
@@ -86,13 +86,14 @@ class KeyRoutes:
         )
 
     async def list_keys(self) -> dict[str, Any]:
-        """List API keys without their secrets, also expired ones but no revoked ones; times in Unix seconds."""
+        """List API keys without their secrets, with times in Unix seconds. Expired keys are listed, revoked keys are
+        not."""
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
         """Create an API key, and return its id and text. Only this response contains its secret.
 
-        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use. Raise `StoreError` (503)
+        Raise `ProblemError`: 400 for a reserved name or invalid limits, 409 for a name in use. Raise `StoreError` (503)
         if the key cannot be stored.
         """
         self._check_key_name(body.name)
@@ -103,14 +104,13 @@ class KeyRoutes:
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Replace all limits of a key at once: models, labels, rates, running and queued requests, priority, upstreams.
 
-        A limit that the body omits is removed. Return the id of the key.
-        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key. Raise `StoreError` (503) if the change
-        cannot be stored.
+        A limit that the body omits is removed. Return the id of the key. Raise `ProblemError`: 400 for invalid limits,
+        404 for an unknown key. Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
-        """Rename a key, and return its id. Its secret, limits and usage do not change; names of keys are unique.
+        """Rename a key, and return its id. Its secret, limits and usage do not change. Names of keys are unique.
 
         Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use. Raise `StoreError`
         (503) if the change cannot be stored.
@@ -129,15 +129,16 @@ class KeyRoutes:
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
         """Set when a key expires, in seconds from now. Return the id of the key.
 
-        If `ttl_seconds` is null, the key does not expire. Raise `ProblemError` 404 for an unknown key, `StoreError`
-        (503) if the change cannot be stored.
+        If `ttl_seconds` is null, the key does not expire. Raise `ProblemError` 404 for an unknown key. Raise
+        `StoreError` (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
-        """Replace the secret of a key. Only this response contains the new secret; the old secret stops working.
+        """Replace the secret of a key, and return the key's id and new text. The old secret stops working at once.
 
-        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
+        Only this response contains the new secret. Raise `ProblemError` 404 for an unknown key. Raise `StoreError`
+        (503) if the change cannot be stored.
         """
         text = self._admin.rotate_key(key)
         return {**await self._confirm_change(key, text), "key": text}
@@ -145,8 +146,9 @@ class KeyRoutes:
     async def revoke_key(self, key: str) -> dict[str, Any]:
         """Revoke an API key at once, and return its id.
 
-        Requests that the key has begun continue, but streams of logs, events and the page end. Raise `ProblemError` 404
-        for an unknown key, `StoreError` (503) if the change cannot be stored; the key is refused also then.
+        Running requests of the key continue, but its streams of logs, events and the page end. Raise `ProblemError` 404
+        for an unknown key. Raise `StoreError` (503) if the change cannot be stored; until the coordinator stops, the
+        key is refused nevertheless.
         """
         return await self._confirm_change(key, self._admin.revoke_key(key))
 
@@ -159,9 +161,10 @@ class KeyRoutes:
     async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> Response:
         """Return the requests and tokens of each key by model; with `daily`, per day, oldest first.
 
-        `key` is the id of the only key to return; without it, all keys are returned, also revoked ones. `since` is the
-        first day (UTC, such as `2026-01-31`); if empty, all stored days are included (400 days). The list is empty for
-        a key without usage. Raise `StoreError` (503) if the counts up to now cannot be stored.
+        `key` is the id of the only key to return; without it, all keys are returned, including revoked ones. `since` is
+        the first day (UTC, such as `2026-01-31`); if empty, all stored days are included (400 days). The list is empty
+        for a key without usage. Raise `ProblemError` 400 if `since` is not a day of the calendar. Raise `StoreError`
+        (503) if the counts up to now cannot be stored.
         """
         return await self._answer_usage(key, since, daily=daily)
 
@@ -169,14 +172,16 @@ class KeyRoutes:
         """Return the requests and tokens of the calling key by model; with `daily`, per day, oldest first.
 
         `since` is the first day (UTC, such as `2026-01-31`); if empty, all stored days are included (400 days). Raise
-        `StoreError` (503) if the counts up to now cannot be stored.
+        `ProblemError` 400 if `since` is not a day of the calendar. Raise `StoreError` (503) if the counts up to now
+        cannot be stored.
         """
         return await self._answer_usage(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:
         """Return the calling key without its secret: name, scopes, expiry and limits.
 
-        `expires` is in Unix seconds; null: never. Raise `ProblemError` 401 if the key was revoked during the request.
+        `expires` is in Unix seconds; null if the key does not expire. Raise `ProblemError` 401 if the key was revoked
+        during the request.
         """
         key = self._ring.find_key(KEY.get())
         if key is None:

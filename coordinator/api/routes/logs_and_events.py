@@ -37,8 +37,8 @@ class LogRoutes:
         """Return the last `bytes` bytes of the coordinator's log as text. With `follow`, stream new lines.
 
         `bytes` is 65536 by default. The text begins with a complete line. Once the key is revoked, rotated or expired,
-        the stream ends before its next piece. Raise `ProblemError` 503 if the log cannot be read. A later failure ends
-        the text with a line about it.
+        the stream ends before its next piece. Raise `ProblemError` 503 if the log cannot be read. After a later
+        failure, the text ends with a log line that has the reason.
         """
         return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
@@ -47,12 +47,12 @@ class LogRoutes:
     async def events(
         self, request: Request, last: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 50, follow: bool = False
     ) -> Response:
-        """Return the newest `last` events (default 50) as server-sent events, oldest first; with `follow` also new.
+        """Return the newest `last` events (default 50) as server-sent events, oldest first. With `follow`, stream more.
 
-        The newest 500 events are stored. After an interruption, `Last-Event-ID` requests all missed events instead. A
-        client that does not read in time loses events, and gets a comment with their number. Once the key is revoked,
-        rotated or expired, the stream ends before its next piece. Raise `ProblemError` 503 if too many clients read
-        events.
+        The newest 500 events are stored. After an interruption, a client that sends `Last-Event-ID` gets all missed
+        events instead. A client that does not read in time loses events, and gets a comment with their number. Once the
+        key is revoked, rotated or expired, the stream ends before its next piece. Raise `ProblemError` 503 if too many
+        clients read events.
         """
         if self._events.full:
             text = f"{MAX_READERS} clients read the events, which is the limit: end one, or try again later"

@@ -30,7 +30,7 @@ COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
 
 
 class ModelBody(Body):
-    """Body of a command for a model: the model, and the node (name or id). Without a node, the route chooses nodes."""
+    """Body of a command for a model: the model, and the node (name or id). Without a node, the route selects nodes."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
@@ -60,9 +60,10 @@ class ModelRoutes:
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
         """Return a row for each model that a key with these limits (None: no limits) may use, sorted by name.
 
-        `weights` are bytes, `context` tokens. `fingerprint` and `content` identify the version that new requests use.
-        A node's `identity` is how its files compare with that version: content, sampled or differs (`VersionGrade`).
-        `kind` is the kind of requests: chat, embed or rerank. `conflict`: nodes have different models of this name.
+        `weights` are bytes, `context` tokens. `fingerprint` and `content` identify the version that new requests use. A
+        node's `identity` is how its files compare with that version: content, sampled or differs (`VersionGrade`).
+        `kind` is the kind of requests: chat, embed or rerank. `conflict` is true if nodes have different models of this
+        name.
         """
         rows: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)
@@ -100,19 +101,19 @@ class ModelRoutes:
         return [rows[name] for name in sorted(rows)]
 
     def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
-        """Return the body of `/api/v1/models`: the models and aliases that a key with these limits may use; None: all.
+        """Return the body of `/api/v1/models`: the models and aliases that a key with these limits may use.
 
-        `build_rows` and `build_alias_rows` describe the fields.
+        None means no limits. `build_rows` and `build_alias_rows` describe the fields.
         """
         return {"schema": 1, "models": self.build_rows(limits), "aliases": self.build_alias_rows(limits)}
 
     def build_alias_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
-        """Return the aliases that a key with these limits may use (None: all), with their candidates in order."""
+        """Return the aliases that a key with these limits (None: no limits) may use, with their candidates in order."""
         visible = self._names.list_visible(self._nodes.registry.build_view(), limits)
         return [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
 
     async def models(self) -> dict[str, Any]:
-        """List the models and aliases that the key may use, and the state of models on each node; sizes in bytes.
+        """List the models and aliases that the key may use, and the state of each model on each node; sizes in bytes.
 
         Models are sorted by name. Speeds are in tokens per second. A model that no node can load is listed with the
         cause.
@@ -122,8 +123,9 @@ class ModelRoutes:
     async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node that does not refuse. Return that node once the model is loaded.
 
-        The load continues if the client disconnects. `already` in the response: the model was loaded before. Raise
-        `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure (504 after 1 h).
+        The load continues if the client disconnects. `already` in the response is true if the model was loaded before.
+        Raise `ProblemError`: 400 for an invalid model name, 404 for an unknown node. Otherwise the status is that of
+        the refusal or failure (504 after 1 h).
         """
         answer = await self._operations.load_model(check_model_name(body.model), self._find_node_view(body))
         if not isinstance(answer, CommandResult):
@@ -133,9 +135,9 @@ class ModelRoutes:
     async def unload(self, body: ModelBody) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded. Return these nodes.
 
-        A node refuses to unload a model that it uses. If one node fails, the other nodes unload it nevertheless, and
-        the message names them. Raise `ProblemError`: 400 or 404 for a wrong model or node, 404 if the model is loaded
-        on no node. Otherwise the status is that of the refusal or failure.
+        A node refuses to unload a model that is in use. If one node fails, the other nodes unload the model
+        nevertheless, and the message names them. Raise `ProblemError`: 400 for an invalid model name, 404 for an
+        unknown node, 404 if the model is loaded on no node. Otherwise the status is that of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.unload_model(check_model_name(body.model), self._find_node_view(body))
@@ -144,10 +146,10 @@ class ModelRoutes:
     async def profile(self, body: ModelBody) -> dict[str, Any]:
         """Measure the memory of a model: on `node` if the body names one, else on every node that has the model loaded.
 
-        If no node has it loaded, load it on the best node and measure it there. The answer has the measured values. If
-        one node fails, the message of the error names the nodes that succeeded. If the client disconnects, the
-        measurement ends; a load continues. Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of
-        the refusal or failure.
+        If no node has it loaded, load it on the best node and measure it there. The response has the measured values.
+        If one node fails, the message of the error names the nodes that succeeded. If the client disconnects, the
+        measurement ends; a load continues. Raise `ProblemError`: 400 for an invalid model name, 404 for an unknown
+        node. Otherwise the status is that of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))
@@ -182,9 +184,9 @@ def check_model_name(model: str) -> str:
 def build_command_answer(
     model: str | None, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
-    """Return the answer with the nodes that carried out a command. Raise `ProblemError` unless `wrong` is None.
+    """Return the response to a command for `model`, with the nodes in `done`, which carried it out.
 
-    `wrong` is the refusal or failure of at least one node.
+    `wrong` is the refusal or failure of at least one node. Unless it is None, raise it as `ProblemError`.
     """
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))

@@ -33,7 +33,7 @@ class LabelsBody(Body):
 
 
 class DrainBody(Body):
-    """Body of a drain: maximum seconds to wait until the node has no requests."""
+    """Body of a drain: maximum seconds to wait until the node has no requests; 0 to return at once."""
 
     wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
 
@@ -55,8 +55,8 @@ def find_node(directory: NodeDirectory, node: str) -> NodeId:
 class NodeRoutes:
     """Routes of `cluster nodes`, `cluster node`, `cluster pause` and `cluster resume`.
 
-    The parameter `node` is the name or id of a node. A change that cannot be stored raises `StoreError`, which is
-    answered with 503.
+    The parameter `node` is the name or id of a node. If a change cannot be stored, the handler raises `StoreError`,
+    which becomes 503.
     """
 
     def __init__(self, nodes: NodePool, traffic: DispatcherApi, store: Database) -> None:
@@ -65,7 +65,7 @@ class NodeRoutes:
         self._store = store
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of nodes."""
+        """Return the routes of nodes: list, log, cordon, drain, pause, video permission, labels and removal."""
         return (
             Route("GET", "/api/v1/nodes", "metrics", self.nodes),
             Route("GET", "/api/v1/nodes/{node}", "metrics", self.node),
@@ -82,7 +82,7 @@ class NodeRoutes:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each listed node, also for one that has left, as in the answer of `/api/v1/nodes`.
+        """Return a row for each listed node, as in the response of `/api/v1/nodes`. Nodes that have left are included.
 
         The field `breaker` is the state of the node's circuit breaker, with `until` in Unix seconds.
         """
@@ -130,7 +130,8 @@ class NodeRoutes:
 
         `bytes` is 65536 by default. The log is fetched over the node's link. Once the key is revoked, rotated or
         expired, the stream ends before its next piece. Raise `ProblemError`: 404 for an unknown node, 503 if the node
-        is not linked or sends nothing for 10 s. If that happens later, the text ends with a line about it.
+        is not linked or sends nothing for 10 s. If that happens later, the text ends with a log line that has the
+        reason.
         """
         fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (
@@ -140,7 +141,7 @@ class NodeRoutes:
         )
         return await stream_log(pieces)
 
-    # -- whether it is given work -----------------------------------------------------------------
+    # -- cordon, drain, pause, videos --------------------------------------------------------------
 
     async def cordon(self, node: str) -> dict[str, Any]:
         """Cordon a node: it gets no new requests; running requests finish.
@@ -151,7 +152,7 @@ class NodeRoutes:
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
-        """Uncordon a node: it gets requests again. Without effect on a node that is not cordoned.
+        """Uncordon a node, so that it gets requests again. This has no effect on a node that is not cordoned.
 
         Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
         Raise `StoreError` (503) if the change cannot be stored.
@@ -189,10 +190,10 @@ class NodeRoutes:
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
-        The answer follows earlier if no requests are left, or if the node is uncordoned: `cordoned` is false then.
-        Requests that no other node can continue stay until they end. The node stays cordoned if the client disconnects.
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the cordon
-        cannot be stored.
+        The response is sent earlier if no requests are left, or if the node is uncordoned; in that case, `cordoned` is
+        false. Requests that no other node can continue stay until they end. The node stays cordoned if the client
+        disconnects. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503)
+        if the cordon cannot be stored.
         """
         node_id = self._find_member(node)
         self._nodes.administration.set_cordoned(node_id, on=True)
@@ -208,15 +209,15 @@ class NodeRoutes:
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
 
-        The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
+        The node enforces the pause, even without the coordinator. Without `seconds`, the pause lasts until a resume.
         Return the node's sharing state, and the number of its requests (`in_flight`), once the node has confirmed.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Also: 503 if the node is not linked,
-        is too old, or does not confirm within 10 s; it may be paused then.
+        is too old, or does not confirm within 10 s. A node that does not confirm may be paused nevertheless.
         """
         return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
-        """End a node's pause; the node's rule `sharing.when` can still keep it paused.
+        """End a node's pause. The node's setting `sharing.when` can still keep the node paused.
 
         Return the node's sharing state, and the number of its requests (`in_flight`), once the node has confirmed.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Also: 503 if the node is not linked,
@@ -236,10 +237,10 @@ class NodeRoutes:
         left = self._traffic.count_in_flight(node_id)
         return {"schema": 1, "node": node_id, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
-    # -- name and membership ----------------------------------------------------------------------
+    # -- labels and membership --------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Replace the labels of a node, and return them without repetitions. Keys can be limited to labels.
+        """Replace the labels of a node, and return them without repetitions. A key can be limited to labels.
 
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.

@@ -30,7 +30,7 @@ class LoginCodeBody(Body):
 class PageRoutes:
     """Routes of `cluster open` and of the web page.
 
-    `address` is the address of the endpoint. `sections` returns the current content of the page.
+    `address` is the address of the endpoint. `sections` returns the current content of the page, by section.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PageRoutes:
         self._live = LiveStream(sections)
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of the web page."""
+        """Return the routes of the web page: sign-in links, sessions and live updates."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
             Route("POST", "/api/v1/page/visits", PUBLIC_SCOPE, self.enter, (401, 503)),
@@ -59,7 +59,8 @@ class PageRoutes:
     async def invite(self) -> dict[str, Any]:
         """Create a link that signs in to the page as an administrator, once, within 2 minutes.
 
-        Return its URL, and the seconds for which it works. At most 16 unused links work: the oldest ends.
+        Return its URL, and the seconds for which it is valid. At most 16 unused links are valid: another link
+        invalidates the oldest.
         """
         return {
             "schema": 1,
@@ -73,7 +74,7 @@ class PageRoutes:
         A code works once, within 2 minutes. The key has administrator scope, for 12 hours or until the coordinator
         stops. `expires` is in Unix seconds. If 64 sessions are open, the oldest ends. Raise `ProblemError` 401 for a
         code that is unknown, used or expired. Raise `StoreError` (503) if the audit log cannot be written; the code is
-        used then.
+        then used up.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:

@@ -53,7 +53,7 @@ class PoolRoutes:
     async def status(self) -> dict[str, Any]:
         """Return the status of the pool: nodes by state, models, open requests, addresses, warnings and conditions.
 
-        `in_flight` are requests on nodes, `queued` those that wait for a node. `dangers` are also in `warnings`.
+        `in_flight` counts requests on nodes, `queued` those that wait for a node. `warnings` includes all `dangers`.
         Conditions are sorted as in `/api/v1/conditions`.
         """
         return self.build_status_row()
@@ -81,24 +81,25 @@ class PoolRoutes:
         }
 
     def list_active_conditions(self) -> list[dict[str, Any]]:
-        """Return the active conditions as rows of the API: critical ones first, then the oldest first."""
+        """Return the active conditions as rows of the API: critical ones first, then by their start, oldest first."""
         return [condition.to_row() for condition in self._conditions.list_active()]
 
     async def version(self) -> dict[str, Any]:
-        """Return version, protocol and clock (Unix seconds) of the coordinator."""
+        """Return the coordinator's version of Macpool, protocol version and current time (Unix seconds)."""
         return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL, "time": time.time()}
 
     async def conditions(self) -> dict[str, Any]:
-        """List active conditions: start (Unix seconds), meaning and next step. Alerts use the same rules.
+        """List the active conditions with their start (Unix seconds), meaning and next step.
 
-        Critical ones are first, then the oldest. `watched` are the names of all rules.
+        Critical conditions come first, then the oldest. The alerts of Prometheus use the same rules. `watched` lists
+        the names of all rules.
         """
         return {"schema": 1, "conditions": self.list_active_conditions(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
         """Return the newest `points` points of the load of the whole pool and of each node; null for a gap.
 
-        There is a point every 10 seconds, oldest first, and points of the last hour are kept. Without `points`, all are
+        Points are 10 seconds apart, oldest first, and those of the last hour are kept. Without `points`, all are
         returned. `number` is the sequence number of the newest point; -1 before the first one.
         """
         return Response(
@@ -106,9 +107,9 @@ class PoolRoutes:
         )
 
     def read_load_history(self, points: int) -> dict[str, Any]:
-        """Return the newest `points` points of the load of the whole pool and of each node, one per 10 seconds.
+        """Return the newest `points` points of the load of the whole pool and of each node, oldest first.
 
-        They are ordered oldest first; None is a gap (`LoadHistory.to_row`).
+        Points are 10 s apart; None is a gap (`LoadHistory.to_row`).
         """
         return self._load.to_row(points)
 
@@ -117,7 +118,7 @@ class PoolRoutes:
         return {"schema": 1, "settings": list(self._facts.settings)}
 
     async def ca(self) -> Response:
-        """Return the CA certificate of this endpoint (PEM). The certificate is not secret.
+        """Return the CA certificate of this endpoint (PEM), which is not secret.
 
         Raise `ProblemError` 404 if the endpoint has no CA of its own.
         """

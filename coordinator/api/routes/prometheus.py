@@ -20,7 +20,7 @@ class PrometheusRoutes:
         self._directory = directory
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes for Prometheus."""
+        """Return the routes of metrics and of service discovery."""
         return (
             Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),
             Route("GET", "/prometheus/sd", "metrics", self.targets, content=LIST),
@@ -33,7 +33,7 @@ class PrometheusRoutes:
         return Response(text, headers={"content-type": kind})
 
     async def node_metrics(self, node: str, request: Request) -> Response:
-        """Return a node's metrics in Prometheus format. Service discovery lists the address.
+        """Return a node's metrics in Prometheus format. `/prometheus/sd` lists the address of this route for each node.
 
         Raise `ProblemError`: 404 for an unknown node, 503 if the node is absent or does not answer within 3 s.
         """
@@ -45,9 +45,9 @@ class PrometheusRoutes:
         return Response(text, headers={"content-type": kind})
 
     async def targets(self, request: Request) -> Response:
-        """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics.
+        """List the nodes for Prometheus HTTP service discovery. Prometheus scrapes each node through the coordinator.
 
-        Each target has the address of this request. Absent nodes are listed, nodes that have left are not.
+        Each target has the host and scheme of this request. Absent nodes are listed, nodes that have left are not.
         """
         targets = self._metrics.list_targets(request.headers["host"], request.url.scheme)
         return Response(msgspec.json.encode(targets), media_type="application/json")

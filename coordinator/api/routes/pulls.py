@@ -47,18 +47,18 @@ class PullBody(Body):
     revision: Annotated[str, Field(max_length=200)] = ""
     """Branch, tag or commit; empty for `main`."""
     nodes: Annotated[list[NodeText], Field(max_length=1000, default_factory=list)]
-    """Nodes by name or id; empty if the nodes are selected by their room (`all`)."""
+    """Nodes by name or id; empty if the coordinator selects the nodes with room (see `all`)."""
     all: bool = False
-    """Whether every member with room gets the model, also an absent member. By default, only linked members do.
+    """Whether every member with room gets the model, including absent members. By default, only linked members do.
 
     True is refused together with `nodes`.
     """
     dry_run: bool = False
-    """Whether the plan is returned and no pull is started."""
+    """Whether to return the plan without starting a pull."""
 
 
 class ModelFilesBody(Body):
-    """Body of an order about the files of a model on a node."""
+    """Body of an order about the files of a model on a node (name or id)."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str, Field(min_length=1, max_length=100)]
@@ -72,7 +72,7 @@ class PullRoutes:
         self._pulls = pulls
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of model files."""
+        """Return the routes of pulls, and of the verification and removal of model files."""
         return (
             Route("POST", "/api/v1/pulls", "admin", self.pull, _ERRORS),
             Route("GET", "/api/v1/pulls", "admin", self.pulls),
@@ -85,11 +85,13 @@ class PullRoutes:
     async def pull(self, body: PullBody) -> dict[str, Any]:
         """Plan a pull of a repository of the hub, and start it unless `dry_run` is set.
 
-        Return the model, the plan for each node (sizes in bytes), and the started pull; its end is not awaited. Named
-        `nodes` exclude `all`. If a pull of the same files to these nodes is open, return that pull instead. Raise
-        `ProblemError`: 400 for a wrong body or an unsupported model, 404 for an unknown node. Also: 429 if 16 pulls are
-        open, 507 if no node can get the model or the pull cannot be stored. A failed query of the hub has the status of
-        its code in `STATUS`.
+        Return the model, the plan for each node (sizes in bytes), and the started pull without waiting for its end.
+        `nodes` and `all` exclude each other. If a pull of the same files to these nodes is open, return that pull
+        instead.
+
+        Raise `ProblemError`: 400 for an invalid body or an unsupported model, 404 for an unknown node. Also: 429 if 16
+        pulls are open, 507 if no node can get the model or the pull cannot be stored. A failed query of the hub has the
+        status of its code in `STATUS`.
         """
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))
@@ -130,13 +132,13 @@ class PullRoutes:
         return {"schema": 1, "pulls": self.build_rows()}
 
     def build_rows(self, max_ended: int = MAX_ENDED_RECORDS) -> list[dict[str, object]]:
-        """Return the rows of all open pulls and of the newest `max_ended` ended pulls, the newest first."""
+        """Return the rows of all open pulls and of the newest `max_ended` ended pulls, newest first."""
         records = list(reversed(self._pulls.pulls.values()))
         older = {record.id for record in [entry for entry in records if entry.ended is not None][max_ended:]}
         return [build_pull_row(record, self._get_name) for record in records if record.id not in older]
 
     async def pull_state(self, pull: str) -> dict[str, Any]:
-        """Return one pull with its progress on each node in bytes.
+        """Return one pull with its progress on each node, in bytes.
 
         Raise `ProblemError` 404 for an unknown pull.
         """
@@ -146,7 +148,7 @@ class PullRoutes:
         return {"schema": 1, "pull": build_pull_row(record, self._get_name)}
 
     async def pull_cancel(self, pull: str) -> dict[str, Any]:
-        """Cancel a pull, and return it. Received pieces stay on the disks, and a later pull continues with them.
+        """Cancel a pull, and return it. Received pieces stay on the disks, and a later pull reuses them.
 
         Raise `ProblemError`: 404 for an unknown pull, 409 for one that has ended.
         """
@@ -160,16 +162,16 @@ class PullRoutes:
     async def verify(self, body: ModelFilesBody) -> dict[str, Any]:
         """Read all files of a model on a node and compute their digests again. Return the content hash of the model.
 
-        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or
-        files that changed since their download. A failure has the status of its code in `STATUS`: 429 if 64
-        orders are open, 500 if the link is lost and after 6 h. The node continues if the client disconnects.
+        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or files
+        that changed since their download. A failure has the status of its code in `STATUS`: 429 if 64 orders are open,
+        500 if the link is lost or after 6 h. The node continues if the client disconnects.
         """
         return await self._run_order(VerifyModel, body)
 
     async def remove(self, body: ModelFilesBody) -> dict[str, Any]:
         """Delete the files of a model from the disk of a node, and return the freed bytes. A loaded model is refused.
 
-        The files of an incomplete download are deleted as well, although the node has no such model yet. Raise
+        The files of an incomplete download are deleted as well, even if the node does not list the model yet. Raise
         `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or a loaded
         model. A failure has the status of its code in `STATUS`.
         """

@@ -18,7 +18,7 @@ from wire.node_state import LINKED
 from wire.refusals import RefusalCode
 
 BITS = (2, 3, 4, 5, 6, 8)
-"""Accepted numbers of bits of a quantized weight. A refusal lists these numbers. The node checks the number again."""
+"""Accepted numbers of bits of a quantized weight, which a refusal lists. The node checks the number again."""
 
 
 class QuantizationBody(Body):
@@ -28,10 +28,12 @@ class QuantizationBody(Body):
     bits: Annotated[int, Field(ge=1, le=64)] = 4
     """Bits of a weight, one of `BITS`."""
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
-    """Name or id of the node; None for the linked node that has the model and the most free memory. Nodes that cannot
-    serve the model come last."""
+    """Name or id of the node; None for the linked node that has the model and the most free memory.
+
+    Nodes that cannot serve the model are chosen last.
+    """
     name: Annotated[str | None, Field(min_length=1, max_length=200)] = None
-    """Name of the result; None for the name of the model with the bits at its end, as in `MODEL-4bit`."""
+    """Name of the result; None for the name of the model with the bits appended, such as `MODEL-4bit`."""
 
 
 class QuantizationRoutes:
@@ -53,9 +55,9 @@ class QuantizationRoutes:
     async def quantize(self, body: QuantizationBody) -> dict[str, Any]:
         """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node.
 
-        Return the started quantization, whose end is not awaited. If the same one is running there, return that one.
-        Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an unknown node or model. Also: 409 for a
-        node that is absent or too old, 429 if 16 quantizations are open.
+        Return the started quantization without waiting for its end. If the same one is running there, return that one.
+        Raise `ProblemError`: 400 for an invalid name or number of bits, 404 for an unknown node or model. Also: 409 for
+        a node that is absent or too old, 429 if 16 quantizations are open.
         """
         name = body.name or f"{body.model}-{body.bits}bit"
         for text, field in ((body.model, "model"), (name, "name")):
@@ -72,7 +74,7 @@ class QuantizationRoutes:
         return self._build_answer(started)
 
     async def quantizations(self) -> dict[str, Any]:
-        """List all open and the newest 50 ended quantizations, the newest first, with their progress in bytes."""
+        """List all open and the newest 50 ended quantizations, newest first, with their progress in bytes."""
         rows = [record.to_row(self._nodes.directory.get_name) for record in reversed(self._quantizations.list_all())]
         return {"schema": 1, "quantizations": rows}
 

@@ -29,15 +29,15 @@ from wire.refusals import Refused
 JSON_LINES_TYPE = "application/jsonl"
 """Media type of JSON lines."""
 MIN_DECODE_SECONDS = 0.05
-"""Minimum decode time in seconds for which tokens per second are computed."""
+"""Minimum decode time, in seconds, from which tokens per second are computed."""
 MAX_DRIFT_SECONDS = 1.0
 """Change of the offset between monotonic and Unix time, in seconds, above which `WallClock` updates its offset."""
 
 
 class PlacementBody(Body):
-    """Body of a dry run of placement: a hypothetical request by its model or alias, and its token counts.
+    """Body of a dry run of placement: a hypothetical request with its model or alias, and its token counts.
 
-    `max_tokens` is the maximum of output tokens; None: the request sets no limit.
+    `max_tokens` is the maximum of output tokens; None if the request sets no limit.
     """
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
@@ -54,7 +54,7 @@ class RequestRoutes:
         self._clock = WallClock(traffic.get_time)
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of requests."""
+        """Return the routes of placement, of requests and of decisions."""
         return (
             Route("POST", "/api/v1/place", "metrics", self.place, (404,)),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
@@ -126,7 +126,7 @@ class RequestRoutes:
 
         The newest 1000 ended requests, 500 invalid ones and 1000 decisions are stored; open requests are always found.
         A decision has the memory arithmetic of its stored candidates (`MAX_CANDIDATES_KEPT`). Raise `ProblemError` 404
-        if nothing is stored.
+        if there is no record.
         """
         history = self._traffic.history
         records, decisions = history.find_requests(request_id), history.find_decisions(request_id)
@@ -164,9 +164,9 @@ class RequestRoutes:
 
 
 class WallClock:
-    """Converter of the dispatcher's times to Unix seconds. `now` returns the present time of the dispatcher.
+    """Converter of the dispatcher's times to Unix seconds. `now` returns the current time of the dispatcher.
 
-    The same time gives the same result until the offset between both clocks has changed by more than
+    Conversions of one time have equal results until the offset between both clocks changes by more than
     `MAX_DRIFT_SECONDS`.
     """
 
@@ -185,7 +185,7 @@ class WallClock:
 def build_record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return an ended request as a row of the API, with its steps in seconds after its arrival.
 
-    The row has all fields of the record and those of `summarize_request`. Its `timings` are null without a complete
+    The row has all fields of the record and those of `summarize_request`. Its `timings` are null for an incomplete
     answer.
     """
     row: dict[str, Any] = msgspec.to_builtins(record)

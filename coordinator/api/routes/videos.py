@@ -46,8 +46,8 @@ class VideoRoutes:
     async def leases(self) -> dict[str, Any]:
         """List the memory leases for video jobs, oldest first; sizes in bytes.
 
-        Leases that are requested, or not confirmed as released, are listed as well. `since` is in Unix seconds,
-        `progress` in percent. `orphan`: no job runs with the lease any more.
+        Leases that are requested but not yet granted, or not confirmed as released, are included. `since` is in Unix
+        seconds, `progress` in percent. `orphan` is true if no job uses the lease.
         """
         view, controller = self._registry.build_view(), self._controller
         return {

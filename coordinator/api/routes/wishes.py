@@ -1,4 +1,4 @@
-"""Routes of wishes: wanted replicas of models, and the plan that brings them to their nodes."""
+"""Routes of wishes: wanted replicas of models, and the plan that loads them on nodes."""
 
 from typing import Annotated, Any
 
@@ -40,17 +40,17 @@ class WishBody(Body):
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
     """Number of nodes that should have the model loaded."""
     labels: _Texts = []  # noqa: RUF012
-    """Labels that a node must all have to get a replica."""
+    """Labels of which a node must have all to get a replica."""
     allow: _Texts = []  # noqa: RUF012
-    """The only nodes for replicas; empty allows all nodes."""
+    """Nodes that may get replicas; empty allows all nodes."""
     deny: _Texts = []  # noqa: RUF012
     """Nodes that get no replica."""
     idle_unload_seconds: Annotated[float, Field(gt=0, le=MAX_IDLE_SECONDS)] | None = None
     """Seconds without a request after which all replicas are unloaded; null: never."""
     eviction_cost: Annotated[int, Field(ge=1, le=MAX_EVICTION_COST)] = DEFAULT_EVICTION_COST
-    """Replicas are unloaded to free memory for another wish only if that wish has a higher cost."""
+    """Cost of unloading a replica. Another wish gets the memory of a replica only if its cost is higher."""
     load_at_boot: bool = True
-    """Whether replicas are loaded before the first request since the coordinator started."""
+    """Whether replicas are loaded at the start of the coordinator; if false, after the first request for the model."""
 
 
 class WishRoutes:
@@ -62,7 +62,7 @@ class WishRoutes:
         self._store = store
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of wishes."""
+        """Return the routes of wishes and of the plan."""
         return (
             Route("GET", "/api/v1/models/plan", "metrics", self.plan_models),
             Route("GET", "/api/v1/models/wishes", "metrics", self.list_wishes),
@@ -76,19 +76,19 @@ class WishRoutes:
         return {"schema": 1, "wishes": [self._build_wish_row(wish) for _, wish in sorted(self._store.wishes.items())]}
 
     async def get_wish(self, model: str) -> dict[str, Any]:
-        """Return the wish for a model, with names in place of the ids of nodes. The case of `model` is ignored.
+        """Return the wish for a model, with the names of nodes. The case of `model` is ignored.
 
         Raise `ProblemError` 404 if there is none.
         """
         return {"schema": 1, "wish": self._build_wish_row(self._store.wishes[self._find_wish(model)])}
 
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
-        """Want replicas of a model, or change its wish. Return the wish. The plan loads the replicas where they fit.
+        """Create or replace the wish for replicas of a model, and return it. The loads are not awaited.
 
-        The loads are not awaited, and no node needs to have the model. The case of the name is ignored. The body
-        replaces all properties of an earlier wish for the model.
-        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 above 100 wishes. Raise
-        `StoreError` (503) if the wish cannot be stored.
+        The plan loads the replicas where they fit. No node needs to have the model yet. The case of the name is
+        ignored. The body replaces all properties of an earlier wish for the model. Raise `ProblemError`: 400 for an
+        invalid model name, 404 for an unknown node, 409 above 100 wishes. Raise `StoreError` (503) if the wish cannot
+        be stored.
         """
         if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
@@ -114,9 +114,9 @@ class WishRoutes:
         return {"schema": 1, "wish": self._build_wish_row(wish)}
 
     async def unwant_model(self, model: str) -> dict[str, Any]:
-        """End the wish for a model, and return its name. This unloads no replica.
+        """Delete the wish for a model, and return the model's name. Loaded replicas stay loaded.
 
-        Raise `ProblemError` 404 if there is no such wish, `StoreError` (503) if the change cannot be stored.
+        Raise `ProblemError` 404 if there is no such wish. Raise `StoreError` (503) if the change cannot be stored.
         """
         name = self._find_wish(model)
         self._store.wishes.delete(name)
@@ -127,7 +127,7 @@ class WishRoutes:
     async def plan_models(self) -> dict[str, Any]:
         """Return the nodes and the shortfall of each wish, then the running and the next actions.
 
-        `missing` is the reason why a wish is not met; empty if it is met.
+        `missing` is the reason why a wish is not met; empty for a wish that is met.
         """
         plan = self._runner.build_plan()
         return {
