@@ -16,10 +16,10 @@ import msgspec
 
 MAGIC = b"macpool backup 1\n"
 FAMILY = b"macpool backup "
-"""Beginning of a backup of any format version."""
+"""First bytes of a backup of any format version."""
 FORMAT = 1
 HEAD_BYTES = 64
-"""Bytes from the beginning of a file that determine its format, encrypted or not."""
+"""Number of bytes at the start of a file that determine its format, encrypted or not."""
 MAX_MANIFEST_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
 DATABASE, VIDEOS = "cluster.db", "videos.db"
@@ -27,17 +27,17 @@ NAMES = re.compile(
     r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
     r"|videos/video_[A-Za-z0-9]{1,64}/[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}"
 )
-"""Pattern of the file names that a backup may contain. Any other name is refused."""
+"""Pattern of the file names that a backup may contain, relative to the state folder. Any other name is refused."""
 NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
-"""Names of the files that every backup contains."""
+"""Names of the files that a backup must contain."""
 
 
 class ArchiveError(Exception):
-    """The backup cannot be used. The text has the reason, and the next step where one is known."""
+    """Raised if a backup cannot be used. The text has the reason and, if known, the next step."""
 
 
 class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of one file in a backup: name below the state folder, size in bytes, SHA-256 in hex."""
+    """Description of one file in a backup: name relative to the state folder, size in bytes, SHA-256 in hex."""
 
     name: str
     size: int
@@ -45,11 +45,10 @@ class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a backup, at its beginning: the cluster at the time of the backup, and the files in their
-    order."""
+    """Description of a backup, at its start: the cluster at the time of the backup, and the files in their order."""
 
     format: int
-    """Version of the format, `FORMAT`."""
+    """Version of the format; `FORMAT` for a new backup."""
     macpool: str
     """Version of Macpool that made the backup."""
     made: float
@@ -68,23 +67,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: bool = False
     """Whether the files of video jobs are included."""
     outside: tuple[str, ...] = ()
-    """Files that the settings name and that the backup does not contain."""
+    """Paths of files that the settings name and that the backup does not contain."""
 
 
 class ReadableStream(Protocol):
-    """Stream from which a backup is read: a file, or the content of an encrypted file."""
+    """Stream from which a backup is read: a plain file, or the decrypted content of an encrypted one."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to `size` bytes; fewer only at the end.
 
-        Raise `OSError` if the file cannot be read, and `EncryptionError` if its content cannot be decrypted. Functions
-        of this module pass both on.
+        Raise `OSError` if the file cannot be read, and `EncryptionError` if its content cannot be decrypted. The
+        functions of this module pass both errors on.
         """
         ...
 
 
 def encode_header(manifest: Manifest) -> bytes:
-    """Return the encoded manifest with length and digest: the bytes between `MAGIC` and the first file."""
+    """Return the part of a backup between `MAGIC` and the first file: length, manifest and digest."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
@@ -92,8 +91,8 @@ def encode_header(manifest: Manifest) -> bytes:
 def read_manifest(source: ReadableStream) -> Manifest:
     """Read the manifest from a stream that is positioned after `MAGIC`.
 
-    Raise `ArchiveError` if the manifest is damaged or from a newer format. Raise it also if the manifest lists a file
-    that is not allowed, lists a file twice, or lacks a required one.
+    Raise `ArchiveError` if the manifest is damaged or of a newer format. Other reasons for the error: the manifest
+    lists a file that is not allowed, lists a file twice, or lacks a required one.
     """
     length = int.from_bytes(read_exactly(source, 4), "big")
     if length > MAX_MANIFEST_BYTES:
@@ -130,7 +129,7 @@ def _check(manifest: Manifest) -> None:
 def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
     """Yield the bytes of the next file in pieces of at most `CHUNK_BYTES`.
 
-    Raise `ArchiveError` if the stream ends early, and after the last piece if the digest is wrong.
+    Raise `ArchiveError` if the stream ends early, or, after the last piece, if the digest is wrong.
     """
     digest, left = hashlib.sha256(), member.size
     while left:
@@ -143,16 +142,16 @@ def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes
 
 
 def check_end(source: ReadableStream) -> None:
-    """Check that no data follows the last file of a backup. Raise `ArchiveError` otherwise.
+    """Raise `ArchiveError` if data follows the last file of a backup.
 
-    Read at most 1 byte, and raise the errors of `ReadableStream.read`.
+    Read at most 1 byte. The errors of `ReadableStream.read` are raised.
     """
     if source.read(1):
         raise ArchiveError("it has data after its last member: use another copy of the file")
 
 
 def read_exactly(source: ReadableStream, size: int) -> bytes:
-    """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer, and the errors of `ReadableStream.read`."""
+    """Return exactly `size` bytes. Raise `ArchiveError` if there are fewer, and the errors of `ReadableStream.read`."""
     data = b""
     while piece := source.read(size - len(data)):
         data += piece
@@ -162,7 +161,7 @@ def read_exactly(source: ReadableStream, size: int) -> bytes:
 
 
 def compute_digest(file: BinaryIO) -> tuple[int, str]:
-    """Return the number of a file's remaining bytes, and their SHA-256 in hex."""
+    """Read a file from its position to its end. Return the number of bytes, and their SHA-256 in hex."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(CHUNK_BYTES):
         digest.update(piece)

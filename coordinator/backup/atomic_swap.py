@@ -22,7 +22,7 @@ COMMIT = "commit.json"
 
 
 class FileMoves(msgspec.Struct, frozen=True):
-    """Plan of a swap. All names are relative to the state folder."""
+    """Plan of a swap. All names are relative to the state folder, those in `install` also to the folder `restoring`."""
 
     install: tuple[str, ...]
     """Files and folders to move from `restoring` into the state folder. An old one at that place moves into `aside`."""
@@ -33,7 +33,10 @@ class FileMoves(msgspec.Struct, frozen=True):
 
 
 def create_staging(folder: Path) -> Path:
-    """Create and return an empty folder for the new state. Delete an earlier one. Raise `OSError` if that fails."""
+    """Create an empty folder for the new state, and return it. Delete an uncommitted earlier one.
+
+    Raise `OSError` if the folder cannot be created.
+    """
     staged = folder / RESTORING
     if staged.is_symlink():
         staged.unlink()
@@ -45,8 +48,8 @@ def create_staging(folder: Path) -> Path:
 def commit(folder: Path, plan: FileMoves) -> None:
     """Commit the staged state and move it into place. Replaced and removed files move into `plan.aside`.
 
-    The caller holds the lock of the folder. Raise `OSError` if that fails: before `commit.json` is written, the state
-    is unchanged; after that, the next `finish_swap` continues.
+    The caller must hold the lock of the folder. Raise `OSError` if a file cannot be written or moved. Before
+    `commit.json` is written, an error leaves the state unchanged; after that, the next `finish_swap` continues.
     """
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
@@ -70,8 +73,8 @@ def is_unsettled(folder: Path) -> bool:
 def finish_swap(folder: Path) -> bool:
     """Finish an interrupted swap, or delete an uncommitted state. Return whether a swap was finished.
 
-    The caller holds the lock. A state whose `commit.json` cannot be parsed counts as uncommitted. Raise `OSError` if a
-    file cannot be moved; the next call continues.
+    The caller must hold the lock. A state whose `commit.json` cannot be parsed counts as uncommitted. Raise `OSError`
+    if a file cannot be moved; the next call continues.
     """
     staged = folder / RESTORING
     if not staged.exists():

@@ -1,4 +1,4 @@
-"""Backup of a cluster into one file, with its coordinator running or stopped.
+"""Backup of a cluster into one file. The coordinator may be running.
 
 SQLite copies the databases, hence a concurrent write is in the copy completely or not at all. The CA's key, the pepper
 and the digests of keys are included: a person who can read the file controls the cluster. The node of this machine is
@@ -44,7 +44,7 @@ from host.settings_loader import from_tree
 
 
 class BackupError(Exception):
-    """The backup failed. The text has the reason, and the next step where one is known."""
+    """Raised if a backup fails. The text has the reason and, if known, the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,16 @@ class BackupResult:
 
 
 def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
-    """Write the cluster of a state folder into one private file. Replace an older backup with that name.
+    """Write the cluster of a state folder into one private file, and replace an older backup of that name.
 
-    `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted; None leaves it readable.
-    Raise `BackupError` if the folder has no cluster or an interrupted restore, or a file cannot be read or written.
-    Raise it also if a file of the folder is foreign or changes meanwhile, or if CA and database are of different
-    clusters. Raise it if `file` exists and is not a backup. An existing file in the age format is a backup only if
-    `passphrase` decrypts it to one. A file in the former encrypted format is a backup with any passphrase.
+    `artifacts` includes the files of video jobs. `passphrase` encrypts the file; None leaves it unencrypted.
+
+    Raise `BackupError` if the folder has no cluster or an interrupted restore, or if a file cannot be read or written.
+    Other reasons: a foreign file in the folder, a file that changes during the backup, or a CA and a database of
+    different clusters.
+
+    `BackupError` is also raised if `file` exists and is not a backup. A file in the age format counts as a backup only
+    if `passphrase` decrypts it to one. A file in the earlier encrypted format always does.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
@@ -104,8 +107,9 @@ def _find_leftovers(folder: Path, name: str) -> list[Path]:
 
 
 def _is_other_process(process: int) -> bool:
-    """Return whether a process with this id runs, other than this process. A leftover can have the id of this process,
-    for example in a container.
+    """Return whether a process with this id runs, other than this process.
+
+    A leftover can have the id of this process, for example in a container.
     """
     try:
         os.kill(process, 0)
@@ -117,9 +121,9 @@ def _is_other_process(process: int) -> bool:
 
 
 def _check_target(file: Path, passphrase: bytes | None) -> None:
-    """Raise `BackupError` unless the target is free or a backup, because no other file may be replaced.
+    """Raise `BackupError` unless the target is missing or a backup, because no other file may be replaced.
 
-    An encrypted file counts as a backup if `passphrase` decrypts its beginning, or if it has the former format.
+    An encrypted file counts as a backup if `passphrase` decrypts its start, or if it has the earlier format.
     """
     try:
         status = file.lstat()

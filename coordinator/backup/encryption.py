@@ -31,18 +31,18 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 MAGIC = b"age-encryption.org/v1\n"
 FORMER_MAGIC = b"macpool sealed 1\n"
 FORMER_FAMILY = b"macpool sealed "
-"""Beginning of files in any version of the former format."""
+"""First bytes of a file in any version of the earlier format."""
 FAMILIES = (b"age-encryption.org/", FORMER_FAMILY)
-"""Beginnings of encrypted files of any version."""
+"""First bytes of encrypted files of any version, in both formats."""
 CHUNK_BYTES = 64 * 1024
 TAG_BYTES = 16
 SALT_BYTES = 16
 NONCE_BYTES = 16
 FILE_KEY_BYTES = 16
 COST = 17
-"""Binary logarithm of the work factor N of scrypt, which then needs 128 MiB of memory."""
+"""Binary logarithm of scrypt's work factor N. With this value scrypt needs 128 MiB of memory."""
 MAX_COST = 20
-"""Maximum `COST` that is accepted in a file: 1 GiB of memory."""
+"""Maximum `COST` that is accepted in a file: scrypt then needs 1 GiB of memory."""
 MAX_HEADER_BYTES = 4096
 _HEADER = re.compile(
     rb"age-encryption\.org/v1\n-> scrypt ([A-Za-z0-9+/]{22}) ([1-9][0-9]?)\n([A-Za-z0-9+/]{43})\n"
@@ -55,21 +55,22 @@ _HEADER_DAMAGED = "it is damaged or truncated within its header: use another cop
 
 
 class EncryptionError(Exception):
-    """The file cannot be decrypted with this passphrase, needs more than 1 GiB for that, or is damaged or truncated.
+    """Raised if a file cannot be decrypted. The text has the reason.
 
-    The text has the reason.
+    Reasons: the passphrase is wrong, scrypt would need more than 1 GiB of memory, or the file is damaged or truncated.
     """
 
 
 def is_encrypted(beginning: bytes) -> bool:
-    """Return whether a file that begins with these bytes is encrypted in a format that `DecryptingReader` reads."""
+    """Return whether a file that starts with the bytes `beginning` is in a format that `DecryptingReader` reads."""
     return beginning.startswith((MAGIC, FORMER_MAGIC))
 
 
 class EncryptingWriter:
-    """Writer that encrypts data into `file`. The constructor writes the header. The caller ends with `finish`.
+    """Writer that encrypts data into `file`, in the age format.
 
-    All calls raise `OSError` if `file` cannot be written.
+    The constructor writes the header. The caller must call `finish` at the end. All calls raise `OSError` if `file`
+    cannot be written.
     """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
@@ -83,7 +84,7 @@ class EncryptingWriter:
         file.write(b"%b %b\n%b" % (head, _encode(_compute_mac(file_key, head).finalize()), nonce))
 
     def write(self, data: bytes) -> int:
-        """Encrypt and write complete pieces. Keep up to one piece for the next call or `finish`.
+        """Encrypt `data` and write complete pieces. Keep the rest, at most one piece, for the next call or `finish`.
 
         Return the length of `data`.
         """
@@ -103,10 +104,10 @@ class EncryptingWriter:
 
 
 class DecryptingReader:
-    """Reader that decrypts an encrypted file. `file` is positioned at its beginning.
+    """Reader that decrypts an encrypted file. `file` must be positioned at its start.
 
-    Raise `EncryptionError` if the header is damaged or truncated, needs more memory than allowed, or does not fit the
-    passphrase. In the former format, the first `read` detects a wrong passphrase.
+    The constructor raises `EncryptionError` if the header is damaged or truncated, needs more memory than allowed, or
+    does not fit the passphrase. In the earlier format, the first `read` detects a wrong passphrase.
     """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:

@@ -19,14 +19,14 @@ MARK_FILE = "superseded.json"
 
 
 class SupersededError(Exception):
-    """Another coordinator serves this cluster now. The text has the next steps."""
+    """Raised if another coordinator serves this cluster. The text has the next steps."""
 
 
 class SupersededMark(msgspec.Struct, frozen=True):
     """Record in the state folder that a coordinator with a higher generation exists."""
 
     generation: int
-    """Generation of the other coordinator, which is higher than that of this one."""
+    """Generation of the other coordinator, higher than this coordinator's own."""
     seal: bytes
     """Signature of `generation` by the CA of the cluster."""
     node: str = ""
@@ -37,7 +37,10 @@ class SupersededMark(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFence:
-    """Check of other generations against this coordinator's generation. `authority` verifies their signatures."""
+    """Check of other coordinators' generations against `generation`, that of this coordinator.
+
+    `authority` verifies the signatures of other generations.
+    """
 
     authority: ClusterCa
     generation: int
@@ -61,13 +64,18 @@ class GenerationFence:
 
 
 def record_superseded(state: Path, mark: SupersededMark) -> None:
-    """Write into the state folder that its coordinator is superseded. Raise `OSError` if the write fails."""
+    """Write `mark` into the state folder, so that the superseded coordinator does not start there again.
+
+    Raise `OSError` if the write fails.
+    """
     write_private(state / MARK_FILE, msgspec.json.encode(mark))
 
 
 def build_moved_message(mark: SupersededMark, state: Path) -> str:
-    """Return the error message, with next steps, of a coordinator that another one has superseded. `state` is its state
-    folder."""
+    """Return the error message, with next steps, of a coordinator that was superseded as `mark` records.
+
+    `state` is its state folder.
+    """
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (
         f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "

@@ -42,8 +42,7 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import create_private_folder, sync_descriptor
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
-"""Migrations of each database. The number of migrations is the newest schema version that this version of Macpool
-reads."""
+"""Migrations of each database. Their number is the newest schema version that this version of Macpool reads."""
 _BESIDES = ("", "-wal", "-shm")
 RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
@@ -55,16 +54,16 @@ CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """The backup cannot be read or restored. The text has the reason, and the next step where one is known."""
+    """Raised if a backup cannot be read or restored. The text has the reason and, if known, the next step."""
 
 
 class PassphraseNeeded(RestoreError):
-    """The backup is encrypted, and no passphrase was given."""
+    """Raised if a backup is encrypted and no passphrase was given."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExistingState:
-    """Cluster that a state folder holds before a restore."""
+    """Cluster that a state folder contains before a restore."""
 
     cluster: str
     """Id of the cluster; empty if the CA's file cannot be read."""
@@ -74,8 +73,10 @@ class ExistingState:
 
 @dataclass(frozen=True, slots=True)
 class RestoredCounts:
-    """Numbers of members, API keys, join tokens and video jobs in a restored state. Removed members, and revoked keys
-    and tokens, are not counted."""
+    """Numbers of members, API keys, join tokens and video jobs in a restored state.
+
+    Removed members, and revoked keys and tokens, are not counted.
+    """
 
     members: int
     keys: int
@@ -92,14 +93,16 @@ class Restored:
     generation: int
     """New generation of the coordinator."""
     aside: Path | None
-    """Folder of the former state; None if no file was replaced."""
+    """Folder of the replaced files; None if no file was replaced."""
     config: str
-    """Name of the settings file in the state folder: `CONFIG`, or `CONFIG_ASIDE` if the folder has other settings.
-    Empty if the backup has no settings."""
+    """Name of the settings file in the state folder; empty if the backup has no settings.
+
+    `CONFIG`, or `CONFIG_ASIDE` if the folder already has other settings.
+    """
 
 
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
-    """Read and verify a whole backup without any change, and return its manifest.
+    """Read and verify a whole backup, without changing anything, and return its manifest.
 
     Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it is not a backup,
     does not fit the passphrase, is damaged or too new, or cannot be read. Only `restore` checks that its CA and its
@@ -125,10 +128,10 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
 
     Create the folder if it is missing, and finish an interrupted swap there first.
 
-    Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the file is
-    not a backup, does not fit the passphrase, or is damaged or too new. Raise it also if its CA and databases are of
-    different clusters. Raise it also if a file cannot be read or written, or the folder holds a cluster without
-    `replace`. Raise `StateLockedError` if a coordinator runs there.
+    Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None, and `StateLockedError` if a
+    coordinator runs in the folder. Raise `RestoreError` if the file is not a backup, does not fit the passphrase, or is
+    damaged or too new. Other reasons: CA and databases of different clusters, a file that cannot be read or written, or
+    a cluster in the folder without `replace`.
 
     After an error the former state is valid, unless the error occurs while the committed state is moved into place. In
     that case the next start or restore finishes the swap.
@@ -188,7 +191,7 @@ def _check_schemas(manifest: Manifest) -> Manifest:
 
 
 def find_existing_cluster(state: Path) -> ExistingState | None:
-    """Return the cluster that a state folder holds; None if the folder has neither database nor CA."""
+    """Return the cluster that a state folder contains; None if the folder has neither database nor CA."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
         return None
@@ -261,7 +264,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
             raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")
         connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (
-            connection.execute(f"SELECT COUNT(*) FROM {selection}").fetchone()[0]  # noqa: S608  our own words
+            connection.execute(f"SELECT COUNT(*) FROM {selection}").fetchone()[0]  # noqa: S608  the texts are constants
             for selection in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
         )
     jobs = 0
