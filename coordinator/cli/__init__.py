@@ -95,8 +95,10 @@ SECTIONS = {
         "completion": ("coordinator.cli.commands.use:completion", "Print the completion script for a shell."),
     },
 }
-"""Implementation and summary of each command, by section of the help. The help is printed without an import of the
-implementation."""
+"""Implementation (module:name) and summary of each command, by section of the help.
+
+The help is printed without importing the implementations.
+"""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 """Implementation and summary of each command, by the command's name."""
 NAMES = ("cluster", "macpool")
@@ -106,8 +108,10 @@ INTERRUPTED = 130
 
 
 class LazyGroup(CommandGroup):
-    """Top-level group of all commands. The module of a command is imported only when the command runs, or for its help
-    or completion."""
+    """Top-level group of all commands.
+
+    The module of a command is imported only when the command runs, or for its help or completion.
+    """
 
     def main(
         self,
@@ -117,10 +121,10 @@ class LazyGroup(CommandGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a command and print its error.
+        """Run a command and print its error. Exit the process unless the exit code is 0.
 
-        Exit the process with one of the codes that `cluster --help` lists, unless the code is 0. A closed output pipe
-        counts as success. An unexpected exception is raised unchanged.
+        The exit codes are those that `cluster --help` lists. A closed output pipe counts as success. An unexpected
+        exception is raised unchanged.
         """
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
@@ -145,7 +149,7 @@ class LazyGroup(CommandGroup):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Create click's context, without colours if NO_COLOR is set. rich reads this variable itself."""
+        """Create click's context, without colours if NO_COLOR is set. (rich reads this variable itself.)"""
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
         return super().make_context(info_name, args, parent, **extra)
@@ -160,7 +164,7 @@ class LazyGroup(CommandGroup):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of a command and return the command; None if there is none of this name."""
+        """Import the module of a command and return the command; None if there is no command of this name."""
         if cmd_name not in COMMANDS:
             return None
         module, _, name = COMMANDS[cmd_name][0].partition(":")
@@ -206,7 +210,7 @@ def cluster() -> None:
 def main() -> None:
     """Run the command under the name by which the program was called, `cluster` or `macpool`.
 
-    A second Ctrl-C, while the first one is handled, ends the process without a traceback.
+    A second Ctrl-C during the handling of the first ends the process without a traceback.
     """
     open_missing_streams()
     called = Path(sys.argv[0]).name

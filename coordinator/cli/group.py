@@ -21,7 +21,10 @@ SYNONYMS = {
     "stop": "cancel",
     "download": "get",
 }
-"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has a command `revoke`."""
+"""Verbs of other programs, with the verbs of this program that replace them.
+
+`remove` stands for `revoke` in a group that has a command `revoke`.
+"""
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     **{
         ("nodes", verb): ("node", verb)
@@ -43,19 +46,21 @@ MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     ("lease", "list"): ("video", "leases"),
     ("lease",): ("video", "leases"),
 }
-"""Old spelling → new. An old spelling is refused with the complete new command, because an alias that scripts use could
-never be removed."""
+"""Old spellings of commands, with the new ones.
+
+An old spelling is refused with the complete new command. An alias could never be removed, because scripts would use it.
+"""
 
 
 class CommandGroup(click.Group):
-    """Command group whose error for an unknown verb suggests the nearest one."""
+    """Command group whose error for an unknown verb suggests the nearest verb."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return name, command and remaining arguments of a verb.
 
-        Raise `click.UsageError` for an unknown verb, with the nearest one, and for an old spelling, with the new one.
+        Raise `click.UsageError` for an unknown verb, with the nearest verb, and for an old spelling, with the new one.
         """
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
@@ -69,7 +74,8 @@ class CommandGroup(click.Group):
 
 
 def find_nearest_verb(word: str, verbs: Sequence[str]) -> str | None:
-    """Return the verb of `verbs` that is a synonym of `word` or similar to it; None if there is none."""
+    """Return the verb of `verbs` that replaces `word` (`SYNONYMS`), or else the most similar one; None if none is
+    similar."""
     meant = SYNONYMS.get(word)
     if meant == "remove" and "revoke" in verbs:
         meant = "revoke"
@@ -91,9 +97,10 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
 
 
 def print_error(error: click.ClickException) -> None:
-    """Print an error to standard error. For a usage error, add the help command, and the usage line of a command.
+    """Print an error to standard error.
 
-    The usage line of a group is omitted. For a group that was called without a verb, print only the help of the group.
+    A usage error is followed by the usage line, except that of a group, and by the command that prints the help. For a
+    group that was called without a verb, print only the help of the group.
     """
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
@@ -106,9 +113,9 @@ def print_error(error: click.ClickException) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask for confirmation of an action, unless `yes`.
+    """Ask the user to confirm an action, unless `yes` is true.
 
-    Raise `click.ClickException` after a no, and `click.UsageError` if there is no terminal to ask on.
+    Raise `click.ClickException` after a no, and `click.UsageError` if there is no terminal.
     """
     if yes:
         return
@@ -119,5 +126,5 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def yes_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Add the option --yes to a command that asks for confirmation."""
+    """Decorate a command that asks for confirmation with the option --yes."""
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")(command)

@@ -19,7 +19,7 @@ CLEARABLE = (
 
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with the options for a key's limits: one keyword argument for each name in `CLEARABLE`."""
+    """Decorate a command with the options for a key's limits. Each name in `CLEARABLE` becomes a keyword argument."""
     for option in reversed(
         (
             click.option(
@@ -59,7 +59,7 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def select_limits(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that were given by the options of `limit_options`, in the form of the API.
+    """Return the limits that the user gave by the options of `limit_options`, in the form of the API.
 
     Options that were not given are omitted.
     """

@@ -12,7 +12,7 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 
 
 def format_age(seconds: float | None) -> str:
-    """Format an age in seconds in its largest unit, as `5m`; `-` if it is None. A time in the future has the age 0."""
+    """Format an age in seconds in its largest unit, such as `5m`; `-` for None, `0s` for a time in the future."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -33,9 +33,9 @@ def get_guard_state(node: dict[str, Any]) -> str:
 
 
 def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
-    """Describe the circuit breaker of a node, with the last failure; empty if the breaker is closed.
+    """Describe the circuit breaker of a node, with the last failure; return an empty text if the breaker is closed.
 
-    A node without the field `breaker` counts as closed. `now` is in Unix seconds; None for the current time.
+    A node without the field `breaker` counts as closed. `now` is in Unix seconds; None means the current time.
     """
     breaker: dict[str, Any] = node.get("breaker", {"state": "closed"})
     if breaker["state"] == "closed":
@@ -47,7 +47,7 @@ def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
 
 
 def render_breakdown(node: dict[str, Any]) -> list[str]:
-    """Return the lines of `cluster node show` about memory: cap, ceiling, headroom and its terms, readings, counts."""
+    """Return the lines about memory in `cluster node show`: cap, ceiling, headroom with its terms, readings, counts."""
     counts, enforcement, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {
         name: show_size(node[name])

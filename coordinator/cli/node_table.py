@@ -1,4 +1,4 @@
-"""Nodes as table rows: seven columns for 80 characters, all with `-o wide`, and the bars of the live view.
+"""Nodes as rows of a table, with seven columns for 80 characters or all columns, and as bars of the live view.
 
 A node is an object of `/api/v1/nodes`.
 """
@@ -32,9 +32,9 @@ WIDE = (
 
 
 def build_narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
-    """Return a node's cells for `NARROW`. MEMORY is current of ceiling, MODELS is loaded of known.
+    """Return a node's cells for the columns `NARROW`. MEMORY is current of ceiling, MODELS is loaded of known.
 
-    VIDEO comes last, because the caller omits that column if no node has a video package.
+    VIDEO is the last column, because the caller omits it if no node has a video package.
     """
     video = describe_video(node.get("video")).partition(",")[0]
     return (
@@ -49,7 +49,7 @@ def build_narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
-    """Return a node's cells for `WIDE`."""
+    """Return a node's cells for the columns `WIDE`."""
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
     models = ", ".join(format_model_label(model["name"], model) for model in node["models"]) or "-"
     return (
@@ -71,9 +71,10 @@ def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def format_state(node: dict[str, Any]) -> str:
-    """Return a node's state, with facts that need attention: silence, cordon, failing engine, guard not armed.
+    """Return a node's state, followed by facts that need attention.
 
-    For a ready node whose engine is not ready, the state of the engine comes first.
+    The facts are silence, cordon, a failing engine, and a guard that is not armed. For a ready node whose engine is not
+    ready, the state of the engine replaces that of the node.
     """
     words = [node["state"]]
     if node["state"] in (NodeState.LOST, NodeState.SUSPECT) and node["heard_seconds"] is not None:
@@ -90,7 +91,7 @@ def format_state(node: dict[str, Any]) -> str:
 
 
 def format_memory(node: dict[str, Any]) -> str:
-    """Return current memory of ceiling in the unit of the ceiling, `12.3/24.0 GiB`; `-` if unknown or outdated."""
+    """Return current memory and ceiling of a node, such as `12.3/24.0 GiB`; `-` if unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
     unit = GIB if node["ceiling"] >= GIB else MIB
@@ -98,15 +99,15 @@ def format_memory(node: dict[str, Any]) -> str:
 
 
 def format_model_count(node: dict[str, Any]) -> str:
-    """Return the number of loaded models of all models of a node, as `1 of 3`; `-` without models."""
+    """Return the number of loaded models and of all models of a node, such as `1 of 3`; `-` without models."""
     known = node["models"]
     return f"{sum(model['model'] == 'loaded' for model in known)} of {len(known)}" if known else "-"
 
 
 def describe_video(video: dict[str, Any] | None) -> str:
-    """Describe the field `video` of a node: `-` without package, leases with phase and progress, or a state.
+    """Describe the field `video` of a node: its leases with phase and progress, or else its state.
 
-    The states are `not allowed`, `ready` and `not ready`.
+    The states are `not allowed`, `ready` and `not ready`; `-` for a node without a video package.
     """
     if not video or not video["packages"]:
         return "-"
@@ -121,7 +122,7 @@ def describe_video(video: dict[str, Any] | None) -> str:
 
 
 def format_headroom(node: dict[str, Any]) -> str:
-    """Return a node's headroom as text, `1.5 GiB`; `-` if it is unknown or outdated."""
+    """Return a node's headroom as text, such as `1.5 GiB`; `-` if it is unknown or outdated."""
     return "-" if node["state"] in SILENT else show_size(node["headroom"])
 
 

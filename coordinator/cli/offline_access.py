@@ -1,4 +1,4 @@
-"""Administration of tokens and keys without a running coordinator: the API's operations on the locked database."""
+"""Administration of tokens and keys without a running coordinator, directly on the locked database."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from router.admission.rate_limits import KeyLimits
 def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
-    A change is written to the audit log, with the actor `offline`. Raise `CommandError` if there is no cluster, or a
+    A change is written to the audit log, with the actor `offline`. Raise `CommandError` if there is no cluster, or if a
     file cannot be read or written. Raise it also if the id is unknown, the name is taken, or a value is refused.
     """
     if not (session.state / "cluster.db").exists():

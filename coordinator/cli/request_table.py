@@ -1,4 +1,4 @@
-"""Requests and placements as tables and texts of the command."""
+"""Requests and placements as tables and texts for the terminal."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from wire.units import show_count, show_size
 def print_placement(answer: dict[str, Any]) -> None:
     """Print the candidates of a placement with their memory, and the chosen node if there is one.
 
-    `answer` is the answer of `/api/v1/place`. The passed-over models of an alias come first. A candidate that was
+    `answer` is a response of `/api/v1/place`. The passed-over models of an alias come first. A candidate that was
     refused before its memory was read has the ceiling 0, and is listed without sizes.
     """
     for row in answer.get("passed_over", ()):
@@ -34,7 +34,7 @@ def print_placement(answer: dict[str, Any]) -> None:
 
 
 def print_requests(answer: dict[str, Any]) -> None:
-    """Print the ended requests of an answer of `/api/v1/requests` as a table, one request per row."""
+    """Print the ended requests of a response of `/api/v1/requests` as a table, one request per row."""
     print_table(
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
@@ -59,7 +59,7 @@ def print_requests(answer: dict[str, Any]) -> None:
 def print_request(answer: dict[str, Any]) -> None:
     """Print one request with its steps, and the decisions about its placement.
 
-    `answer` is the answer of `/api/v1/requests/ID`.
+    `answer` is a response of `/api/v1/requests/ID`.
     """
     for request in answer.get("under_way", ()):
         click.echo(

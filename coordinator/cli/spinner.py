@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from coordinator.client.terminal_text import get_raw_stream
 
 SPINNER_DELAY_SECONDS = 1.0
-"""Seconds after which a spinner appears, because a short wait needs none."""
+"""Seconds before a spinner appears, because a short wait needs none."""
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def backup(
 def restore(
     file: Path, check: bool, replace: bool, passphrase_file: Path | None, state: Path | None, output: str
 ) -> None:
-    """Restore the cluster of a backup FILE into the state folder. This machine then is its coordinator.
+    """Restore the cluster of a backup FILE into the state folder. This machine then becomes its coordinator.
 
     The backup is verified first and restored completely or not at all. The nodes connect to the restored coordinator.
     The former coordinator stops when one of its nodes connects to it again.

@@ -20,7 +20,7 @@ Entry = dict[str, Any]
 def cache() -> None:
     """Show or delete cached prompts, in memory and on the disk.
 
-    A request whose prompt begins like an earlier one reuses the tokens that are cached.
+    A request whose prompt starts like an earlier one reuses the cached tokens of that prompt.
     """
 
 
@@ -31,8 +31,8 @@ def cache() -> None:
 def status(session: ApiSession, node: str | None, model: str | None) -> None:
     """Show the cached prompts of each node and model.
 
-    Bytes and hits are shown for memory and for the disk, the quota and the write budget for the disk cache. For a node
-    without a disk cache, the command shows the number of prompts that were evicted from memory.
+    Sizes and hits are shown for memory and for the disk, and for the disk also the quota and the write budget. For a
+    node without a disk cache, the command shows the number of prompts that were evicted from memory.
     """
     nodes = _select_nodes(session.request_json("GET", "/api/v1/nodes")["nodes"], node, model)
     session.print_answer({"schema": 1, "nodes": nodes}, _print_status)
@@ -108,8 +108,8 @@ def _describe_disk(name: str, state: Entry) -> str:
 def clear(session: ApiSession, node: str | None, model: str | None, yes: bool) -> None:
     """Delete cached prompts from memory and from the disk.
 
-    The next requests prefill their whole prompts. Files are deleted also where the disk cache is off. An absent node
-    may have such files, and counts as failed; the other nodes delete theirs nevertheless.
+    The next requests prefill their whole prompts. Files are deleted even on nodes whose disk cache is off. An absent
+    node may have such files and counts as failed; the other nodes delete their files nevertheless.
     """
     confirm(f"Delete the cached prompts of {model or 'all models'} on {node or 'all nodes'}?", yes=yes)
     answer = session.request_json("POST", "/api/v1/cache/clear", {"model": model, "node": node}, CLEAR_TIMEOUT_SECONDS)

@@ -33,7 +33,7 @@ def config() -> None:
 @click.option("--running", is_flag=True, help="Show the settings in use by the coordinator and the node that run here.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, running: bool, output: str) -> None:
-    """Show every setting that a start would use now.
+    """Show every setting that the next start would use.
 
     Each setting has its value and origin: default, the file, environment or --set. PREFIX limits the output. Secrets in
     URLs are hidden. --running and --set exclude each other.

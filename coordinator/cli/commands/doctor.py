@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "not here": "bright_black"}
 """Colour of each result of a check."""
 LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
-"""Logs in STATE/logs from which the bundle takes events."""
+"""Logs in STATE/logs whose events are included in the bundle."""
 
 
 @click.command()

@@ -1,7 +1,7 @@
 """`cluster join` and `cluster leave`, carried out by `node.run`, which this package never imports.
 
-`join`, and `leave` without a running node, replace their process by `node.run`. `leave` sends a signal to a running
-node.
+`join` replaces its process by `node.run`, as does `leave` without a running node. With a running node, `leave` sends a
+signal to the node.
 """
 
 import os
@@ -20,9 +20,9 @@ from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
 LEAVE_TIMEOUT_SECONDS = 60.0
 MAX_TOKEN_CHARACTERS = 1000
-"""Maximum characters that are read of the first line of `--token-file`.
+"""Maximum characters that are read from the first line of `--token-file`.
 
-The token is written into a pipe before the pipe has a reader, and a longer text could block there.
+The token is written into a pipe before the pipe has a reader. A longer text could block there.
 """
 CLUSTER_PORT = 8081
 """Default port of `cluster up` for nodes (`--cluster-listen`)."""
@@ -63,8 +63,8 @@ def join(
 ) -> None:
     """Join this machine to the cluster at URL and run its node until Ctrl-C.
 
-    Without URL, the coordinator is found by Bonjour. Without a token, this machine shows a six-digit code to approve on
-    the coordinator. A machine that has joined before needs neither.
+    Without URL, the node finds the coordinator by Bonjour. Without a token, this machine shows a six-digit code to
+    approve on the coordinator. A machine that has joined before needs neither.
     """
     if token is not None:
         raise click.UsageError(

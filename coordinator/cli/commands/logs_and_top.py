@@ -27,17 +27,19 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 EVENTS_TIMEOUT_SECONDS = 60.0
-"""Seconds without data after which followed events end. The coordinator sends a comment after 15 s without events."""
+"""Seconds without data after which `events --follow` ends. The coordinator sends a comment after 15 s without events.
+"""
 TRANSIENT_ERRORS = (UNREACHABLE, TIMED_OUT, REFUSED)
-"""Exit codes of errors after which the live view continues to ask."""
+"""Exit codes of errors after which the live view retries."""
 BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
 """Characters of a node's bar on a wide screen, and on one of 80 characters."""
 WIDE_SCREEN_COLUMNS = 132
-"""Screen width in characters from which the live view has all its columns."""
+"""Minimum screen width, in characters, for all columns of the live view."""
 
 
 def print_log(session: ApiSession, pieces: Iterable[bytes]) -> None:
-    """Print the pieces of a log as they arrive: unchanged with `-o json`, else with JSON lines formatted for people."""
+    """Print the pieces of a log as they arrive: unchanged with `-o json`, otherwise with JSON lines formatted for
+    people."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     try:
         for piece in pieces:
@@ -123,7 +125,7 @@ def _format_local_time(when: str) -> str:
         return when[:19].replace("T", " ")
 
 
-# -- the pool as it is now ------------------------------------------------------------------------
+# -- live view --------------------------------------------------------------------------------------
 
 
 @click.command()
@@ -163,7 +165,7 @@ def top(session: ApiSession, once: bool, every: float) -> None:
 
 
 class LiveView:
-    """State of the pool on a screen, also while the coordinator restarts or cannot be reached."""
+    """State of the pool as shown on a screen, even while the coordinator restarts or cannot be reached."""
 
     def __init__(self, session: ApiSession) -> None:
         self._session = session
@@ -171,10 +173,10 @@ class LiveView:
         self._received = 0.0
 
     def render(self, screen_columns: int) -> "Group":
-        """Render the current state of the pool, or the latest one below the error of a failed request.
+        """Render the current state of the pool for a screen of `screen_columns` characters.
 
-        Raise `CommandError` if the first request fails, or for an error that does not pass with time, such as a
-        refused key.
+        If a request fails, render its error above the latest state. Raise `CommandError` if the first request fails, or
+        for a permanent error, such as a refused key.
         """
         from rich.console import Group
         from rich.text import Text
@@ -216,7 +218,7 @@ def _render_pool(session: ApiSession, width: int) -> "Group":
 def render_node_table(nodes: list[dict[str, Any]], screen_columns: int) -> "RenderableType":
     """Render nodes (objects of `/api/v1/nodes`) as a table for a screen of `screen_columns` characters.
 
-    The last four columns are omitted below `WIDE_SCREEN_COLUMNS`.
+    Below `WIDE_SCREEN_COLUMNS`, the last four columns are omitted.
     """
     from rich.table import Table
     from rich.text import Text
@@ -270,11 +272,10 @@ def render_node_table(nodes: list[dict[str, Any]], screen_columns: int) -> "Rend
 def metrics_config(session: ApiSession, folder: Path | None, host: str | None, renew: bool) -> None:
     """Write the files with which Prometheus scrapes this pool, and print the configuration.
 
-    The folder has prometheus.yml, rules.yml and the scrape token (a key of the scope `metrics`, mode 0600). If the
-    endpoint has its own authority, the folder has its certificate. A token that the coordinator no
-    longer accepts is replaced. The
-    files refer to each other without a path: the folder can be moved, or mounted into a container. A new folder has
-    mode 0700; that of an existing one does not change.
+    The folder gets prometheus.yml, rules.yml and the scrape token (a key of the scope `metrics`, mode 0600). If the
+    endpoint has its own authority, the folder also gets its certificate. A token that the coordinator no longer accepts
+    is replaced. The files refer to each other without a path: the folder can be moved, or mounted into a container. A
+    new folder has mode 0700; the mode of an existing one does not change.
     """
     from coordinator.alerts.rules import render_rules_file
     from coordinator.metrics.prometheus import render_configuration
@@ -310,15 +311,19 @@ def _replace_host(base: str, host: str | None) -> str:
 
 
 def _find_scrape_key(keys: list[dict[str, Any]], token: Path) -> dict[str, Any] | None:
-    """Return the row of `keys` whose text is in the file `token`. None without the file, and if the key was revoked or
-    belongs to another pool."""
+    """Return the row of `keys` for the key in the file `token`; None if there is no file or no such row.
+
+    The key in the file may have been revoked, or may belong to another pool.
+    """
     name = token.read_text(errors="replace").partition("_")[2].partition("_")[0] if token.exists() else ""
     return next((key for key in keys if key["id"] == name), None)
 
 
 def _is_accepted(session: ApiSession, token: Path) -> bool:
-    """Return whether the coordinator accepts the key in the file `token`: not after its secret was replaced or it has
-    expired."""
+    """Return whether the coordinator accepts the key in the file `token`.
+
+    It does not after the key has expired or its secret was replaced.
+    """
     key = token.read_text(errors="replace").strip()
     if not key.isascii():
         return False

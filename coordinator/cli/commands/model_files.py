@@ -17,13 +17,13 @@ from wire.node_state import LINKED, NodeState
 from wire.units import show_size
 
 ORDER_TIMEOUT_SECONDS = 7 * 3600.0
-"""Timeout of a verification or removal, in seconds. The coordinator abandons them after 6 hours."""
+"""Timeout of a verification or removal, in seconds. The coordinator abandons such an order after 6 hours."""
 IDENTITY_TEXTS = {"content": "same content", "sampled": "same samples", "differs": "DIFFERS"}
-"""Text for each `VersionGrade`: how the files of a node compare with the version that new requests use."""
+"""Text for each `VersionGrade`, the comparison of a node's files with the version that new requests use."""
 
 _PATHS = {"remove": "/api/v1/models/remove", "verify": "/api/v1/models/verify"}
 Copy = dict[str, Any]
-"""A model on a node: the row of the node in `/api/v1/models`, with the name of the model in `copy_of`."""
+"""A model on a node: the row of the node in `/api/v1/models`, with the name of the model as `copy_of`."""
 
 
 @model.command("files")
@@ -109,8 +109,8 @@ def remove(
 
     Name either MODEL or --unused-since, which deletes each model that a node has not used for this time. Models that
     were downloaded within this time are kept. A loaded model is not deleted: unload it first. Copies stay on absent
-    nodes, and where the node may not delete them. With MODEL and --node, the files of an incomplete download are
-    deleted as well.
+    nodes, and in folders where the node may not delete files. With MODEL and --node, the files of an incomplete
+    download are deleted as well.
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")

@@ -1,4 +1,4 @@
-"""`cluster models`, and most commands of `cluster model`: list, want, show, load, unload and measure models."""
+"""`cluster models`, and most commands of `cluster model`: list, show, want, load, unload and measure models."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from wire.node_state import NodeState
 from wire.units import show_count, show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
-"""Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
+"""Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after 1 hour."""
 _PURPOSES = {ModelKind.EMBED: "for embeddings", ModelKind.RERANK: "for rerank"}
 _WISH_PATH = "/api/v1/models/wishes/"
 
@@ -29,8 +29,8 @@ def models(session: ApiSession) -> None:
     """List the models and the nodes that have them.
 
     For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Models for embeddings and
-    for rerank are named below, and aliases with their candidates. `-o wide` names every node with the speeds and sizes
-    that were measured there.
+    for rerank are listed below the table, then aliases with their candidates. `-o wide` names every node, with the
+    speeds and sizes that were measured there.
     """
     session.print_answer(
         session.request_json("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide)
@@ -61,7 +61,7 @@ def show_model(session: ApiSession, name: str) -> None:
 
 
 def print_models(answer: dict[str, Any], *, wide: bool) -> None:
-    """Print the models of an answer of `/api/v1/models` as a table, with aliases, conflicts and causes below.
+    """Print the models of a response of `/api/v1/models` as a table, with aliases, conflicts and causes below.
 
     With `wide`, name every node, and add measured speeds and sizes.
     """
@@ -155,7 +155,8 @@ def _format_speeds(node: dict[str, Any]) -> str:
 
 
 def format_benchmark(benchmark: dict[str, Any]) -> str:
-    """Format the first run of a benchmark (object of `/api/v1/benchmarks`), with its date and the longest prompt."""
+    """Format a benchmark (object of `/api/v1/benchmarks`): its date, the speeds of its first run, and the longest
+    prompt."""
     run = benchmark["runs"][0]
     speeds = f"{run['prefill_speed']:,.0f} / {run['decode_speed']:,.0f} tokens/s" if not run["skipped"] else "skipped"
     day = time.strftime("%Y-%m-%d", time.localtime(benchmark["measured"]))
@@ -176,9 +177,9 @@ def _format_place(node: dict[str, Any]) -> str:
 
 
 def check_node_names(names: Sequence[str], rows: Sequence[Mapping[str, Any]], problem: str) -> None:
-    """Raise `CommandError` unless each name is the name or id of a row.
+    """Raise `CommandError` unless each of `names` is the name or id of a row.
 
-    `problem` follows the first wrong name, and the names of the rows follow it.
+    The error text consists of the first unknown name, `problem`, and the names of all rows.
     """
     known = {row[key] for row in rows for key in ("name", "id")}
     for name in names:
@@ -188,7 +189,7 @@ def check_node_names(names: Sequence[str], rows: Sequence[Mapping[str, Any]], pr
 
 
 def format_model_label(name: str, row: dict[str, Any]) -> str:
-    """Format `name` with the state of a model; the name alone if the model is loaded.
+    """Format `name` with the state of a model, or alone if the model is loaded.
 
     `name` is the name of the model or of a node. `row` is the row of the model on a node in `/api/v1/models`. Its field
     `model` is the state: loaded, loading, known or failed.
@@ -205,7 +206,7 @@ def format_model_label(name: str, row: dict[str, Any]) -> str:
 def load(session: ApiSession, model: str, node: str | None) -> None:
     """Load a model into the memory of a node and wait for it. Ctrl-C ends the wait, not the load.
 
-    Without --node, a node that refuses is followed by the next best one.
+    Without --node, if a node refuses, the next best node is tried.
     """
     with show_spinner(f"loading {model}"):
         answer = session.request_json(
@@ -251,8 +252,8 @@ def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node.
 
     The node measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes
-    and uses free memory; only its last check may evict cached prompts. Requests are slower meanwhile. Ctrl-C ends the
-    measurement.
+    and uses free memory; only its last check may evict cached prompts. Requests are slower during the measurement.
+    Ctrl-C ends the measurement.
     """
     with show_spinner(f"measuring {model}"):
         answer = session.request_json(
@@ -299,7 +300,7 @@ def want(
     """Keep a model loaded, on one node or several.
 
     The pool loads the replicas where they fit, and loads them again after a restart. The new wish replaces an earlier
-    one for the model.
+    wish for the model.
     """
     body = {
         "replicas": replicas,
@@ -325,7 +326,7 @@ def _print_wish(answer: dict[str, Any]) -> None:
 @click.argument("name", metavar="MODEL")
 @session_options
 def unwant(session: ApiSession, name: str) -> None:
-    """End the wish for a model. This unloads no replica."""
+    """End the wish for a model. Loaded replicas stay loaded."""
     answer = session.request_json("DELETE", _WISH_PATH + quote(name, safe="/"))
     session.print_answer(answer, lambda ended: click.echo(f"{ended['model']} is not wanted any more"))
 
@@ -335,13 +336,14 @@ def unwant(session: ApiSession, name: str) -> None:
 def plan(session: ApiSession) -> None:
     """Show wanted models, next actions and unmet wishes.
 
-    The nodes of each wanted model are shown. For an unmet wish, the number that is missing is shown with the next step.
+    Each wanted model is shown with its nodes. An unmet wish is shown with the missing memory or nodes, and the next
+    step.
     """
     session.print_answer(session.request_json("GET", "/api/v1/models/plan"), print_plan)
 
 
 def print_plan(answer: dict[str, Any]) -> None:
-    """Print an answer of `/api/v1/models/plan`: a table of the wishes, then actions and shortfalls as lines."""
+    """Print a response of `/api/v1/models/plan`: a table of the wishes, then actions and shortfalls as lines."""
     if not answer["wishes"]:
         click.echo("no model is wanted: `cluster model want MODEL` keeps one loaded")
         return

@@ -31,7 +31,7 @@ def status(session: ApiSession) -> None:
 
 
 def print_status(answer: dict[str, Any]) -> None:
-    """Print an answer of `/api/v1/status`: cluster, endpoint, nodes, models, requests, conditions and warnings."""
+    """Print a response of `/api/v1/status`: cluster, endpoint, nodes, models, requests, conditions and warnings."""
     states = ", ".join(f"{count} {state}" for state, count in answer["nodes"].items() if count) or "none"
     click.echo(
         f"cluster   {answer['cluster']['name']} ({answer['cluster']['id']}), up {format_age(answer['uptime_seconds'])}"
@@ -63,7 +63,7 @@ def _shorten_names(names: list[str]) -> str:
 def nodes(session: ApiSession) -> None:
     """List the nodes with their state and memory.
 
-    Memory is shown as current of ceiling, models as loaded of known. `-o wide` shows every column.
+    MEMORY is current of ceiling, MODELS is loaded of known. `-o wide` shows every column.
     """
     session.print_answer(
         session.request_json("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide)
@@ -79,7 +79,7 @@ node.add_command(nodes, "list")
 
 
 def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
-    """Print the nodes of an answer of `/api/v1/nodes` as a table, with notes about faults and pauses below.
+    """Print the nodes of a response of `/api/v1/nodes` as a table, with notes about faults and pauses below.
 
     With `wide`, print every column.
     """
@@ -119,7 +119,7 @@ def show_node(session: ApiSession, node: str) -> None:
 def print_node(node: dict[str, Any]) -> None:
     """Print a node: its memory, its faults, and then all fields as an indented list.
 
-    `node` is the field `node` of an answer of `/api/v1/nodes/NODE`.
+    `node` is the field `node` of a response of `/api/v1/nodes/NODE`.
     """
     for line in render_breakdown(node):
         click.echo(line)
@@ -224,7 +224,7 @@ def deny_video(session: ApiSession, node: str) -> None:
 @click.option("--wait", type=Duration(), help="Maximum wait until the node has no requests (30s, 5m).")
 @session_options
 def drain(session: ApiSession, node: str, wait: float | None) -> None:
-    """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
+    """Cordon a node and move its running requests to other nodes. Clients notice at most a short pause.
 
     The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node can continue the remaining
     requests now, and they end where they are. The code is also 6 if the node was uncordoned during the drain.
@@ -269,8 +269,7 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
 def remove(session: ApiSession, node: str, yes: bool) -> None:
     """Revoke a node's certificate and remove the node.
 
-    Its requests continue on other nodes, or fail where that is not possible. The node can join again with a new token
-    or code.
+    Its requests continue on other nodes if possible, or fail. The node can join again with a new token or code.
     """
     path = f"/api/v1/nodes/{quote(node, safe='')}"
     name = session.request_json("GET", path)["node"]["name"]

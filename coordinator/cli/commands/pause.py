@@ -28,7 +28,7 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     cluster pause              this Mac, until `cluster resume`
     cluster pause studio 2h    another Mac, by name.
 
-    Running requests continue on other Macs, or have `sharing.grace_seconds` to end on this Mac. Then the models are
+    Running requests continue on other Macs, or get `sharing.grace_seconds` to end on this Mac. Then the models are
     unloaded. The pause persists across restarts.
     """
     name, seconds = _parse_arguments(node, duration)
@@ -59,7 +59,7 @@ def resume(session: ApiSession, node: str | None) -> None:
 
 
 def describe_sharing(sharing: dict[str, Any]) -> str:
-    """Describe the field `sharing` of a node in the API: shared, or paused with reason and end."""
+    """Describe the field `sharing` of a node in the API: shared, or paused with the end and the reason."""
     if not sharing["paused"]:
         return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
     until = f" until {format_minute(sharing['until'])}" if sharing["until"] else ""

@@ -18,10 +18,10 @@ from coordinator.client.terminal_text import get_raw_stream, replace_control_cha
 from wire.units import show_count, show_size
 
 QUERY_TIMEOUT_SECONDS = 90.0
-"""Timeout of the plan, in seconds. The coordinator abandons a query of the hub after 75 s."""
+"""Timeout of the request for a plan, in seconds. The coordinator abandons a query of the hub after 75 s."""
 POLL_INTERVAL_SECONDS = 0.5
 LINE_INTERVAL_SECONDS = 10.0
-"""Seconds between two lines about a node, if standard error is not a terminal."""
+"""Seconds between two lines about a pulling node, if standard error is not a terminal."""
 
 
 @click.command()
@@ -46,8 +46,8 @@ def pull(
     """Get a model from the Hugging Face hub onto the nodes, once over the internet.
 
     One node downloads. The other nodes get the files from that node over the local network, at the same time. After
-    repeated faults, a node downloads them itself. Every file is verified before the model can be used. Ctrl-C ends the
-    wait, not the pull: `cluster pulls` shows it. --node, --all and --auto exclude each other.
+    repeated faults, a node downloads the files from the hub itself. Every file is verified before the model can be
+    used. Ctrl-C ends the wait, not the pull: `cluster pulls` shows it. --node, --all and --auto exclude each other.
 
     Exit code: 6 if a node did not get the model.
     """
@@ -103,7 +103,7 @@ def _raise_if_failed(ended: dict[str, Any]) -> None:
 
 
 def describe_node(node: dict[str, Any]) -> str:
-    """Render the state of a pull on one node as a line of text. `node` is an entry of `nodes` of a pull in the API."""
+    """Render a pull's progress on one node as a line of text. `node` is an element of the pull's `nodes` in the API."""
     name, message = node["name"], replace_control_characters(node["message"])
     match node["state"]:
         case "completed":
@@ -183,7 +183,7 @@ def wait_pull(session: ApiSession, pull: str) -> None:
 @click.argument("pull", metavar="PULL")
 @session_options
 def cancel_pull(session: ApiSession, pull: str) -> None:
-    """Cancel a pull. Received parts stay on the disks, and a later pull continues with them."""
+    """Cancel a pull. Received parts stay on the disks, and a later pull reuses them."""
     answer = session.request_json("DELETE", _get_path(pull))
     session.print_answer(answer, lambda answer: click.echo(f"{answer['pull']['id']} {answer['pull']['state']}"))
 
@@ -208,7 +208,7 @@ def _wait_for_pull(session: ApiSession, started: dict[str, Any]) -> dict[str, An
 
 
 class PullProgress(Protocol):
-    """Output for the progress of a pull while a command waits for it. A pull is an object of `/api/v1/pulls`."""
+    """Output of the progress of a pull while a command waits for it. A pull is an object of `/api/v1/pulls`."""
 
     def show(self, pull: dict[str, Any]) -> None:
         """Show the progress of a pull on each of its nodes."""
@@ -216,14 +216,14 @@ class PullProgress(Protocol):
 
 
 class HiddenPullProgress:
-    """No output of progress, with `-o json`."""
+    """Progress output for `-o json`, which shows nothing."""
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Show nothing."""
+        """Do nothing."""
 
 
 class PullProgressLines:
-    """Lines on standard error: one for each change of a node, and one every `LINE_INTERVAL_SECONDS` while it pulls."""
+    """Progress output as lines on standard error: one for each change of a node, and regular ones during a pull."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[tuple[str, str], float]] = {}
@@ -244,7 +244,7 @@ class PullProgressLines:
 
 
 class PullProgressBars:
-    """Progress bars of a pull on a terminal, one for each node."""
+    """Progress output as bars on a terminal, one for each node."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -262,7 +262,7 @@ class PullProgressBars:
         self._tasks: dict[str, Any] = {}
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Update bytes, speed and remaining time in the bar of each node, and add a bar for a new node."""
+        """Update bytes, speed and remaining time in the bar of each node. Add a bar for a new node."""
         for node in pull["nodes"]:
             if node["id"] not in self._tasks:
                 self._tasks[node["id"]] = self.progress.add_task(node["name"], total=None, note="")

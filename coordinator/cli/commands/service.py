@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from coordinator.service.service_manager import ServiceHost
 
 INSTALLED_NOT_RUNNING = 1
-"""Exit code of `cluster service status` for a service that is installed and does not run."""
+"""Exit code of `cluster service status` for a service that is installed but does not run."""
 
 
 @click.group(cls=CommandGroup)
@@ -55,9 +55,10 @@ def install(
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
     hand first. ARGUMENTS after `--` are passed to that command, as in `cluster service install -- --lan`.
 
-    Exit codes: 4 not root, 5 the user is unknown, or no cluster and no joined node is here. Also: 6 refused, 7 the
-    service does not stay up (the previous state is restored). Code 6 means: the service would run as root, files of
-    another program or user are in the way, or the service serves another state folder.
+    Exit codes: 4 not root; 5 the user is unknown, or there is neither a cluster nor a joined node here. Also: 6
+    refused; 7 the service does not stay up (the previous state is restored). A refusal means that the service would run
+    as root, or that it serves another state folder. It can also mean that files of another program or user are in the
+    way.
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import install as carry_out
@@ -172,7 +173,7 @@ def _print_units(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 @click.pass_context
 def uninstall(ctx: click.Context, output: str) -> None:
-    """Stop the service and remove it. Cluster, node, models and logs are kept, and their folders are printed."""
+    """Stop the service and remove it. Print the folders of cluster, node, models and logs, which are kept."""
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import read_existing_unit
     from coordinator.service.setup import uninstall as take_away
@@ -237,8 +238,8 @@ def _render_state(answer: dict[str, Any]) -> str:
 def restart(ctx: click.Context) -> None:
     """Stop the service gracefully and start it again.
 
-    Running requests may end before the service stops. Fail if the service does not end, or does not run again within
-    45 s.
+    Running requests may end before the service stops. The command fails if the service does not end, or does not run
+    again within 45 s.
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import read_existing_unit, wait_until_running

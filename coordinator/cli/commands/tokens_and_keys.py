@@ -1,4 +1,4 @@
-"""`cluster token`, `key` and `audit`, with and without a running coordinator."""
+"""`cluster token`, `key` and `audit`, which also work without a running coordinator."""
 
 import math
 from datetime import UTC, date, datetime
@@ -17,7 +17,7 @@ def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any]
     """Call an API route of the running coordinator, and return its JSON.
 
     If no coordinator is known, or that of the state folder has crashed, lock the database and perform the operation of
-    the route there. Raise `CommandError` if the call or the operation fails.
+    the route on it. Raise `CommandError` if the call or the operation fails.
     """
     if session.running:
         try:
@@ -31,26 +31,26 @@ def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any]
 
 
 def format_minute(seconds: float | None) -> str:
-    """Format Unix seconds in local time, as `2026-01-31 12:00`; `never` for None."""
+    """Format Unix seconds in local time, such as `2026-01-31 12:00`; `never` for None."""
     return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def format_second(seconds: float) -> str:
-    """Format Unix seconds in local time, as `2026-01-31 12:00:00`."""
+    """Format Unix seconds in local time, such as `2026-01-31 12:00:00`."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 MAX_DURATION_SECONDS = 10 * 365 * 86400.0
-"""Maximum of a duration in seconds. `datetime` cannot represent the end of a much longer one."""
+"""Maximum duration, in seconds. `datetime` cannot represent the end of a much longer one."""
 
 
 class Duration(click.ParamType[float]):
-    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`, at most ten years. The value is in seconds."""
+    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`, at most ten years. Its value is in seconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds of a duration.
+        """Return a duration in seconds.
 
         Raise `click.BadParameter` if `value` is not a duration above 0, or is above `MAX_DURATION_SECONDS`.
         """
@@ -74,7 +74,7 @@ class Day(click.ParamType[str]):
     name = "day"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return a day as `2026-01-31`. Raise `click.BadParameter` if `value` is not a day."""
+        """Return a day in the form `2026-01-31`. Raise `click.BadParameter` if `value` is not a day."""
         try:
             return date.fromisoformat(str(value)).isoformat()
         except ValueError:
@@ -88,7 +88,7 @@ LIST_ROUTES = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
 def find_object(session: ApiSession, kind: str, id_or_name: str) -> dict[str, Any]:
     """Return the object of `kind` (`key` or `token`) with this id or name, as the API lists it.
 
-    Raise `CommandError` if there is none, or if several have this name.
+    Raise `CommandError` if there is none, or if several have this name. Raise the errors of `call_route`.
     """
     rows: list[dict[str, Any]] = call_route(session, "GET", LIST_ROUTES[kind])[f"{kind}s"]
     matches = [row for row in rows if row["id"] == id_or_name] or [row for row in rows if row["name"] == id_or_name]
@@ -192,7 +192,7 @@ def key() -> None:
 @limit_options
 @session_options
 def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **options: Any) -> None:
-    """Create an API key. The key is shown once and stored only as a digest."""
+    """Create an API key. The key is shown once; only its digest is stored."""
     body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": select_limits(options)}
     session.print_answer(call_route(session, "POST", "/api/v1/keys", body), lambda answer: click.echo(answer["key"]))
 
@@ -253,7 +253,7 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
     """Change the given limits of a key at once.
 
-    Print the limits before and after. Other limits do not change. A limit cannot be given and cleared at once.
+    Print the limits before and after. Other limits do not change. A limit cannot be both given and cleared.
     """
     row, changes = find_object(session, "key", key_), select_limits(options)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
@@ -328,7 +328,7 @@ def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
 def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
     """Show how many requests and tokens each key used, by model.
 
-    Usage is stored for 400 days, also that of revoked keys.
+    Usage is stored for 400 days, including that of revoked keys.
     """
     id_ = find_object(session, "key", key_)["id"] if key_ else None
     query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
@@ -349,7 +349,7 @@ def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
 def audit(session: ApiSession, last: int) -> None:
     """Print the newest entries of the audit log: time, key, address and action, oldest first.
 
-    The entries are joins and changes of keys, tokens, nodes and models.
+    The entries are joins, and changes of keys, tokens, nodes and models.
     """
     session.print_answer(
         call_route(session, "GET", f"/api/v1/audit?last={last}"),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from host.settings_loader import ResolvedSettings
 
 ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses of all interfaces
+"""Addresses that stand for all interfaces of this machine, over IPv4 and IPv6."""
 
 
 class ListenAddress(click.ParamType[tuple[str, int]]):

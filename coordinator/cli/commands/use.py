@@ -19,7 +19,7 @@ from coordinator.client.connection import parse_base_url, split_lines
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 
 CHAT_TIMEOUT_SECONDS = 600.0
-"""Seconds without a byte after which `cluster chat` ends."""
+"""Seconds without data after which `cluster chat` fails."""
 RETRY_INTERVAL_SECONDS = 1.0
 """Seconds between two checks whether a node is ready."""
 EMBEDDED_MODEL = "macpool-tiny"
@@ -28,7 +28,7 @@ TOY_NOTE = (
     f"({EMBEDDED_MODEL} is a demo with a few fixed answers. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
-"""Note after an answer of the demo model."""
+"""Note that `cluster chat` prints after an answer of the demo model."""
 
 
 @click.command()
@@ -93,7 +93,7 @@ def explain(session: ApiSession, request_id: str | None, last: int, export: Bina
 @click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Placement policy.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def replay(file: BinaryIO, policy: str, output: str) -> None:
-    """Repeat the decisions of a FILE (`cluster explain --export FILE`) with another policy and show the differences.
+    """Repeat the recorded decisions in FILE (`cluster explain --export FILE`) with another policy, and compare.
 
     The text shows at most 50 differences, `-o json` all of them.
     """
@@ -139,7 +139,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
     """Send a prompt to a model and print the answer. Without PROMPT, read the prompt from standard input.
 
-    While no node serves a model, the command waits for at most --wait.
+    If no node serves a model, the command waits for one, for at most --wait.
     """
     if not prompt and sys.stdin.isatty():
         raise click.UsageError("write a PROMPT, or pipe one in")
@@ -208,9 +208,12 @@ def _iterate_text(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
-"""Variables with the API key, for the clients of OpenAI, Anthropic and Ollama."""
+"""Environment variables with the API key, for the clients of OpenAI, Anthropic and Ollama."""
 BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
-"""Variables with a file of authorities: of OpenSSL, Python and Rust; of `requests`; of Node, Bun and Electron."""
+"""Environment variables with the path of a file of authorities.
+
+In order: for OpenSSL, Python and Rust; for `requests`; for Node, Bun and Electron.
+"""
 
 
 @click.command()
@@ -278,7 +281,7 @@ def _find_endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 def version(session: ApiSession, all_nodes: bool) -> None:
     """Print version and protocol. With --cluster, also print both for every member, with the next step.
 
-    Exit code 8 if the protocol of a member is not supported.
+    Exit code: 8 if the protocol of a member is not supported.
     """
     from importlib.metadata import version as installed
 
@@ -346,7 +349,7 @@ def _print_version(answer: dict[str, Any]) -> None:
 def completion(shell: str) -> None:
     """Print the completion script for a shell: `eval "$(cluster completion zsh)"`.
 
-    The script completes the name by which the command is called here: `macpool completion zsh` completes `macpool`.
+    The script completes the name by which the command was called: `macpool completion zsh` completes `macpool`.
     """
     from click.shell_completion import get_completion_class
 

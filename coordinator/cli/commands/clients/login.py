@@ -29,9 +29,9 @@ from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
 def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path | None, output: str) -> None:
     """Store URL, key and authority of the coordinator at URL for later commands, in STATE/login.json (mode 0600).
 
-    Later commands without --url use it, unless a coordinator runs in the state folder. A key of the scope `admin`
-    allows every command. The scope `metrics` allows commands such as `status` and `top`, the scope `infer` commands
-    such as `chat` and `models`. The key is never an argument.
+    Later commands without --url use this login, unless a coordinator runs in the state folder. A key with the scope
+    `admin` allows every command. The scope `metrics` allows commands such as `status` and `top`, the scope `infer`
+    commands such as `chat` and `models`. The key is never an argument.
     """
     folder, base = state or get_default_state(), parse_base_url(url)
     if (folder / "run.json").exists() and not ApiSession(folder, None, None, output).has_crashed:

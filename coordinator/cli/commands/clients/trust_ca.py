@@ -24,7 +24,7 @@ SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities. The first that exists is part of the bundle of `write_bundle`."""
 MAX_CERTIFICATE_BYTES = 16_384
-"""Maximum bytes of an authority's certificate that are read from an untrusted endpoint."""
+"""Maximum bytes of an authority's certificate that `fetch_authority` reads from an untrusted endpoint."""
 
 
 @click.command("trust-ca")
@@ -39,12 +39,12 @@ MAX_CERTIFICATE_BYTES = 16_384
 def trust_ca(
     session: ApiSession, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool
 ) -> None:
-    """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
+    """Trust the authority of the endpoint at URL, so that this machine's programs can use HTTPS there.
 
     Without URL, the endpoint is that of the coordinator that commands use. The authority can certify `.local` names,
     `localhost`, the names of `http.allowed_hosts`, and addresses. Run the command on every machine with a client.
     Programs with their own list of authorities (Python, Node, Bun) also need the variables that `cluster env` prints.
-    The endpoint must answer, also with --remove.
+    The endpoint must answer, even with --remove.
     """
     base = parse_base_url(endpoint) if endpoint else session.get_url_and_key()[0]
     pem = fetch_authority(base)
@@ -76,9 +76,9 @@ def _print_trust(answer: dict[str, Any]) -> None:
 def fetch_confirmed_authority(base: str, fingerprint: str | None) -> str:
     """Return the authority (PEM) of an HTTPS endpoint, confirmed by `fingerprint`, or by a question to the user.
 
-    Return an empty text if the endpoint uses given certificate files and `fingerprint` is None, because the system's
-    authorities then apply. Raise `CommandError` if the endpoint cannot be reached, or the authority is not confirmed.
-    Raise `click.UsageError` if there is no terminal to ask on.
+    Return an empty text if `fingerprint` is None and the endpoint has no authority of its own, because then the
+    system's authorities apply. Raise `CommandError` if the endpoint cannot be reached, or the authority is not
+    confirmed. Raise `click.UsageError` if the user cannot be asked, because there is no terminal.
     """
     try:
         pem = fetch_authority(base)
@@ -93,9 +93,9 @@ def fetch_confirmed_authority(base: str, fingerprint: str | None) -> str:
 
 
 def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
-    """Ask whether an authority's fingerprint is the one that the coordinator shows.
+    """Ask the user whether `cluster up` shows the same fingerprint for the authority `pem` of the endpoint `base`.
 
-    Raise `CommandError` if not, and `click.UsageError` if there is no terminal to ask on.
+    Raise `CommandError` after a no. Raise `click.UsageError` if there is no terminal.
     """
     text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can certify {_describe_scope(pem)}"
     click.echo(text, err=True)
@@ -108,9 +108,9 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
 
 
 def fetch_authority(base: str) -> str:
-    """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted.
+    """Fetch the authority's certificate (PEM) from the endpoint `base`, whose own certificate is not verified.
 
-    Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or does not serve an authority. Raise it
+    Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or has no authority of its own. Raise it
     also if the endpoint refuses the request, for example because of its host name.
     """
     parts = urlsplit(base)
@@ -139,8 +139,8 @@ def fetch_authority(base: str) -> str:
 def check_authority(pem: str, base: str, expected: str | None) -> str:
     """Return the fingerprint (SHA-256, hex) of an authority's certificate that was fetched from the URL `base`.
 
-    Raise `CommandError` if `pem` is not a certificate, or the authority is not constrained to names. Raise it also if
-    the fingerprint is not the `expected` one; None accepts any.
+    Raise `CommandError` if `pem` is not a certificate, or if the authority is not constrained to names. Raise it also
+    if the fingerprint is not `expected`; None accepts any fingerprint.
     """
     from cryptography import x509
 
@@ -183,7 +183,7 @@ def _describe_scope(pem: str) -> str:
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
     """Write a PEM file of the authorities in `BUNDLES` and `pem`, for programs that need a file. Return its path.
 
-    A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be read or written.
+    A second file next to it has the endpoint's URL, `base`. Raise `OSError` if a file cannot be read or written.
     """
     bundle = _get_bundle_path(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -205,7 +205,7 @@ def find_bundle(state: Path, pem: str) -> str | None:
 def find_trusted_endpoint(state: Path, base: str | None) -> tuple[str, str] | None:
     """Return the URL and the path of the bundle of the endpoint at `base`, if this machine trusts it.
 
-    If `base` is None, take the endpoint that was trusted last. Return None if there is no such endpoint.
+    If `base` is None, use the endpoint that was trusted last. Return None if there is no such endpoint.
     """
     files = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
@@ -220,10 +220,10 @@ def _get_bundle_path(state: Path, fingerprint: str) -> Path:
 
 
 def build_commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
-    """Return the commands, as argument lists, to trust the certificate in `file`: for this user on macOS, else
-    system-wide.
+    """Return the commands, as argument lists, that trust the certificate in `file` or, with `remove`, end the trust.
 
-    With `remove`, the commands remove the trust. `fingerprint` is part of the certificate's file name on Linux.
+    On macOS, the commands apply to this user, elsewhere to the system. `fingerprint` is part of the certificate's file
+    name on Linux.
     """
     if platform == "darwin":
         if remove:

@@ -14,7 +14,7 @@ from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 from wire.node_state import LINKED
 
 BENCHMARK_TIMEOUT_SECONDS = 3700.0
-"""Timeout of the measurement of one node, in seconds, with the load of the model."""
+"""Timeout of the measurement of one node, including the load of the model, in seconds."""
 _BENCHMARKS = "/api/v1/benchmarks"
 
 
@@ -28,11 +28,11 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     """Measure the speeds of a model on its nodes.
 
     Measure on each linked node that can load the model. Send prompts of 512 and 2,048 tokens with answers of 128
-    tokens: first one request, then four at once. The requests have low priority. Stored results of the same model
+    tokens: first one request, then four at once. The requests have low priority. Earlier results of the same model
     version, node and software are replaced.
 
-    With --show, print the stored speeds of MODEL, or of all models; --node limits them. Exit code: 6 if a node was not
-    measured.
+    With --show, print the stored speeds of MODEL, or of all models; --node limits the output to nodes. Exit code: 6 if
+    a node was not measured.
     """
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))

@@ -34,8 +34,8 @@ _PATH = "/api/v1/quantizations"
 def quantize(session: ApiSession, name: str, bits: str, node: str | None, result: str | None, detach: bool) -> None:
     """Quantize a model on a node.
 
-    The result is a further model on the disk of the same node. The memory for the quantization is leased: requests on
-    the node have less memory meanwhile. Ctrl-C ends the wait, not the quantization.
+    The result is another model on the disk of the same node. The quantization leases memory: requests on the node have
+    less memory meanwhile. Ctrl-C ends the wait, not the quantization.
 
     Exit code: 6 if the quantization failed or was cancelled.
     """
@@ -87,7 +87,7 @@ def _show_progress(session: ApiSession) -> Generator[Callable[[dict[str, Any]], 
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Render a quantization (object of `/api/v1/quantizations`) as a line of text."""
+    """Render the state of a quantization (object of `/api/v1/quantizations`) as a line of text."""
     node = row["node"]["name"]
     match row["state"]:
         case "completed":
@@ -130,9 +130,9 @@ def _print_quantizations(answer: dict[str, Any]) -> None:
 @click.argument("quantization", metavar="ID")
 @session_options
 def cancel_quantization(session: ApiSession, quantization: str) -> None:
-    """Order the node to cancel a quantization. Its incomplete result is deleted.
+    """Order the node to cancel a quantization. The node deletes the incomplete result.
 
-    The end is not awaited. Fail if the quantization has ended or its node is not linked.
+    The command does not wait for the end. It fails if the quantization has ended or its node is not linked.
     """
     answer = session.request_json("DELETE", f"{_PATH}/{quote(quantization, safe='')}")
     session.print_answer(answer, lambda answer: click.echo(f"{answer['quantization']['id']} is being cancelled"))

@@ -19,7 +19,7 @@ from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
 
 SETTING = "worker.environments"
-"""Setting with the folder of video environments."""
+"""Name of the setting with the folder of video environments."""
 MATRIX = "384x224,640x368,832x480,1280x720"
 """Default sizes of `calibrate`, in pixels."""
 
@@ -33,8 +33,8 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 def calibrate(session: ApiSession, model: str | None, sizes: str, steps: int, frames: int) -> None:
     """Make a clip of each size and record its peak memory.
 
-    A peak above the prediction raises the prediction for this model, engine and quantization. The command runs until
-    all clips are made, and waits in the queue behind other videos. The clips are deleted.
+    If a peak is above the prediction, the prediction for this model, engine and quantization is raised. The command
+    waits in the queue behind other videos, and runs until all clips are made. The clips are deleted.
     """
     matrix = parse_sizes(sizes)
     rows = measure_sizes(session, select_model(session, model), matrix, steps, frames)

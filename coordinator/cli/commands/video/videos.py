@@ -97,7 +97,7 @@ def _print_video(video: dict[str, Any]) -> None:
 )
 @session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
-    """Create a video from PROMPT, and print its id. The end is awaited only with --wait or --output-file.
+    """Create a video from PROMPT, and print its id. The command waits for the end only with --wait or --output-file.
 
     Exit code: 6 if the command waited for the video and the video failed.
     """
@@ -118,7 +118,7 @@ def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_fil
 @click.argument("video")
 @session_options
 def cancel(session: ApiSession, video: str) -> None:
-    """Cancel a video and free its memory. A video that has ended stays as it is."""
+    """Cancel a video and free its memory. A video that has ended does not change."""
     answer = session.request_json("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
     session.print_answer({"schema": 1, **answer}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
 
@@ -205,40 +205,40 @@ def _wait_for_video(session: ApiSession, video: str, timeout: float | None) -> d
 
 
 class ProgressOutput(Protocol):
-    """Output for the progress of a video while a command waits for it."""
+    """Output of the progress of a video while a command waits for it."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Show progress (in per cent) and phase. Return the phase. `last_phase` is the result of the previous call."""
+        """Show progress (in percent) and phase. Return the phase. `last_phase` is the result of the previous call."""
         ...
 
 
 class ProgressLines:
-    """Output of one line for each phase, if standard error is not a terminal."""
+    """Progress output as a line for each phase, if standard error is not a terminal."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Print a line with progress (in per cent) and phase if the phase is not `last_phase`. Return the phase."""
+        """Print a line with progress (in percent) and phase if the phase is not `last_phase`. Return the phase."""
         if phase != last_phase:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
 
 
 class NoProgress:
-    """No output of progress, with `-o json`."""
+    """Progress output for `-o json`, which prints nothing."""
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Print nothing. Return the phase."""
+        """Return the phase, without printing anything."""
         return phase
 
 
 class ProgressBar:
-    """Progress bar on a terminal. `progress` is a started `rich.progress.Progress`."""
+    """Progress output as a bar on a terminal. `progress` is a started `rich.progress.Progress`."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
     def show_progress(self, progress: int, phase: str, last_phase: str) -> str:
-        """Update the bar with progress (in per cent) and phase. Return the phase."""
+        """Update the bar with progress (in percent) and phase. Return the phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase
 
@@ -262,7 +262,7 @@ def _open_progress(session: ApiSession) -> Generator[ProgressOutput]:
 @video.command("leases")
 @session_options
 def list_leases(session: ApiSession) -> None:
-    """List the leases with the memory that their workers use."""
+    """List the memory leases of videos. The output includes the memory that the workers use."""
     session.print_answer(session.request_json("GET", "/api/v1/leases"), _print_leases)
 
 
@@ -285,7 +285,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
 
 
 def parse_sizes(text: str) -> list[str]:
-    """Return the sizes in a list such as `384x224,832x480`. Raise `click.UsageError` if it is not such a list."""
+    """Return the sizes in a list such as `384x224,832x480`. Raise `click.UsageError` if the text is not such a list."""
     sizes = [size.strip() for size in text.split(",") if size.strip()]
     if not sizes or not all(re.fullmatch(r"\d+x\d+", size, re.ASCII) for size in sizes):
         raise click.UsageError(f"{text!r} is not a list of sizes: write 384x224,832x480")
@@ -295,8 +295,8 @@ def parse_sizes(text: str) -> list[str]:
 def measure_sizes(session: ApiSession, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
     """Generate one clip of each size, smallest first, and delete it. Return one measurement for each clip.
 
-    A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty
-    without one). A failed clip does not end the measurement. Raise `CommandError` if a request to the coordinator
+    A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty if
+    there is none). A failed clip does not end the measurement. Raise `CommandError` if a request to the coordinator
     fails.
     """
     rows: list[dict[str, Any]] = []
