@@ -50,7 +50,7 @@ RESERVED_EPOCHS = 1000
 Request numbers contain the epoch, and nodes treat a lower number as already counted.
 """
 CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
-"""Name of the settings file, and of restored settings that differ from the existing ones."""
+"""Name of the settings file, and of restored settings that differ from an existing settings file."""
 
 
 class RestoreError(Exception):

@@ -1,4 +1,4 @@
-"""Client of the coordinator's API for the commands: selection of coordinator and key, and output of answers."""
+"""Client of the coordinator's API for the commands: choice of coordinator and key, requests, and printed answers."""
 
 import http.client
 import json
@@ -24,20 +24,19 @@ from coordinator.client.connection import (
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
-"""Paths of the API that a node's Mac can read with its certificate, without a key."""
+"""Paths of the API that a command on a node's machine can read with the node's certificate, without a key."""
 FOLLOW_TIMEOUT_SECONDS = 86400.0
-"""Seconds without data after which a command that follows a log ends."""
+"""Default timeout of a followed log: seconds without data."""
 RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
-"""Seconds for which a command that waits repeats its request while the coordinator restarts, and seconds between two
-tries."""
+"""Time for which a waiting command repeats its request while the coordinator restarts, and pause between two tries."""
 LOGIN_FILE = "login.json"
-"""File in the state folder (0600) with the data of `cluster login`."""
+"""File in the state folder (mode 0600) with the data of `cluster login`."""
 _FIELDS = {"run.json": {"url", "secret"}, LOGIN_FILE: {"url", "key"}}
 """Required fields of the files in the state folder that name a coordinator."""
 
 
 def get_default_state() -> Path:
-    """Return the default state folder: `macpool` in the user's folder for data of applications."""
+    """Return the default state folder: `macpool` in the current user's folder for application data."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
@@ -45,7 +44,7 @@ def get_default_state() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ApiSession:
-    """Options with which a command selects a coordinator and an output format."""
+    """Options of a command that select a coordinator and an output format."""
 
     state: Path
     """State folder of this machine."""
@@ -68,9 +67,10 @@ class ApiSession:
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator is known: by --url, by `run.json` (which a crash leaves), or by `cluster login`.
+        """Whether a coordinator is known: by --url, by `run.json`, or by `cluster login`.
 
-        Raise `CommandError` if a file of the state folder cannot be read.
+        It may have ended, because a crash leaves `run.json` behind. Raise `CommandError` if a file of the state folder
+        cannot be read.
         """
         return self.url is not None or self._read_file("run.json") is not None or self.stored_login is not None
 
@@ -112,10 +112,11 @@ class ApiSession:
         return cast("dict[str, Any]", content)
 
     def select_coordinator(self) -> CoordinatorAddress:
-        """Return the coordinator to use: the one at --url, the one of the state folder, or the one of `cluster login`.
+        """Return the coordinator to use: the one at --url, else of the state folder, else of `cluster login`.
 
-        With a login, the one of the state folder is left out if it has crashed. Raise `CommandError` if there is none,
-        or if a key or a file of the state folder cannot be read. Raise `click.UsageError` for an invalid --url.
+        A coordinator of the state folder that has crashed is skipped if there is a login. Raise `CommandError` if there
+        is no coordinator, or if a key or a file of the state folder cannot be read. Raise `click.UsageError` for an
+        invalid --url.
         """
         if self.url is not None:
             return CoordinatorAddress(
@@ -129,7 +130,7 @@ class ApiSession:
         raise CommandError(UNREACHABLE, self.explain_no_coordinator())
 
     def explain_no_coordinator(self) -> str:
-        """Return the error message for a state folder without known coordinator, with the next step."""
+        """Return the error message for a state folder without a known coordinator, with the next step."""
         from coordinator.client.member_client import get_coordinator_host, read_member_identity
 
         member = read_member_identity(self.state)
@@ -154,7 +155,7 @@ class ApiSession:
         return reached.url, reached.key
 
     def get_authority(self) -> str:
-        """Return the stored CA (PEM) of the endpoint; empty if none is stored, as without TLS.
+        """Return the stored CA (PEM) of the endpoint; empty if none is stored, for example without TLS.
 
         Raise `CommandError` if there is no coordinator to use, or if a file cannot be read. Raise `click.UsageError`
         for an invalid --url.
@@ -190,10 +191,11 @@ class ApiSession:
     def send_request(
         self, method: str, path: str, body: object = None, timeout: float = 30.0
     ) -> http.client.HTTPResponse:
-        """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
+        """Send a request to the coordinator and return the response, even with an error status.
 
-        After a 401, send the request once more if the coordinator to use has changed, because a restart changes the key
-        of `run.json`. Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
+        `body` is sent as JSON. `timeout` is in seconds. After a 401, the request is sent once more if the coordinator
+        to use has changed, because a restart changes the key in `run.json`. Raise the errors of `select_coordinator`,
+        and `CommandError` if there is no response.
         """
         reached = self.select_coordinator()
         response = send_request(reached, method, path, body, timeout)
@@ -205,9 +207,9 @@ class ApiSession:
     def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
 
-        On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise the errors of
-        `select_coordinator`. Raise `CommandError` without a complete response of JSON, or with the server's message for
-        an error status.
+        On a node's machine without a known coordinator, `MEMBER_PATHS` are read with the node's certificate. Raise the
+        errors of `select_coordinator`. Raise `CommandError` if the response is incomplete or not JSON, and with the
+        server's message for an error status.
         """
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import query_coordinator, read_member_identity
@@ -229,8 +231,8 @@ class ApiSession:
     def poll_json(self, path: str, restart_seconds: float = RESTART_SECONDS) -> dict[str, Any]:
         """Request a path for a command that waits, and return the JSON of the response.
 
-        While the coordinator cannot be reached, repeat the request for `restart_seconds`, because it may be restarting.
-        Raise the errors of `request_json`.
+        While the coordinator cannot be reached, repeat the request for `restart_seconds`, because the coordinator may
+        be restarting. Raise the errors of `request_json`.
         """
         deadline, pause = time.monotonic() + restart_seconds, threading.Event()
         while True:
@@ -244,7 +246,7 @@ class ApiSession:
     def stream(self, path: str, timeout: float = 30.0) -> Iterator[bytes]:
         """Request a path and yield the body as it arrives. `timeout` is in seconds, for each read.
 
-        Raise the errors of `send_request`. Raise `CommandError` if the connection breaks before the end, or with the
+        Raise the errors of `send_request`. Raise `CommandError` if the connection ends before the body, and with the
         server's message for an error status.
         """
         response = self.send_request("GET", path, timeout=timeout)
@@ -254,11 +256,10 @@ class ApiSession:
         yield from pieces
 
     def follow(self, path: str, timeout: float = FOLLOW_TIMEOUT_SECONDS) -> Iterator[bytes]:
-        """Request a path whose body has no end, and yield the body as it arrives. `timeout` is in seconds, for each
-        read.
+        """Request a path whose body has no end, and yield the body as it arrives.
 
-        Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body. If the coordinator
-        refuses the key by then, the error has the coordinator's message.
+        `timeout` is in seconds, for each read. Raise the errors of `stream`. Raise `CommandError` when the coordinator
+        ends the body. If the coordinator then refuses the key, the error has the coordinator's message.
         """
         yield from self.stream(path, timeout)
         self.request_json("GET", "/api/v1/version")
@@ -266,14 +267,15 @@ class ApiSession:
         raise CommandError(UNREACHABLE, text)
 
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
-        """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
+        """Yield the body of a response as it arrives.
 
-        `timeout` is the timeout of the request in seconds, for errors. Raise the errors of `select_coordinator`.
+        `timeout`, that of the request in seconds, is used in error messages. Raise `CommandError` if the connection
+        ends before the body. Raise the errors of `select_coordinator`.
         """
         return iterate_body(response, self.select_coordinator().url, timeout)
 
     def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
-        """Print an answer: as JSON with `-o json`, otherwise by a call of `text`."""
+        """Print an answer: as JSON with `-o json`, otherwise by calling `text(answer)`."""
         if self.json:
             click.echo(json.dumps(answer))
         else:
@@ -285,7 +287,7 @@ def raise_for_status(status: int, raw: bytes) -> NoReturn:
 
     With any other body, the message is the status and the first 200 bytes. Exit codes: `DENIED` for 401 and 403,
     `NOT_FOUND` for 404, `TIMED_OUT` for 504. `REFUSED` is for 409, 429, 503 and 507, and for 400 if the body contains
-    `memory`. Otherwise 1.
+    `memory`. For any other status, the exit code is 1.
     """
     try:
         error = json.loads(raw)["error"]
@@ -316,14 +318,14 @@ def _format_numbers(memory: dict[str, Any] | None) -> str:
 
 
 def session_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with --state, --url, --key-file and -o. The command receives an `ApiSession` first."""
+    """Decorate a command with --state, --url, --key-file and -o. The command gets an `ApiSession` as first argument."""
     return _with_session(command, ("text", "json"))
 
 
 def wide_session_options(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command with --state, --url, --key-file and -o, which also accepts `wide`.
 
-    The command receives an `ApiSession` first.
+    The command gets an `ApiSession` as first argument.
     """
     return _with_session(command, ("text", "wide", "json"))
 
@@ -350,7 +352,7 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
 
 
 MAX_UNFOLDED_COLUMN = 10
-"""Width in characters up to which a column is never folded."""
+"""Maximum width, in characters, of a column that is never folded."""
 UNLIMITED_COLUMNS = 10_000
 """Line width in characters for a file or a pipe, where lines do not wrap."""
 
@@ -366,10 +368,10 @@ def print_table(
 ) -> None:
     """Print a table with the header `columns`. Each row has one text per column.
 
-    On a narrow terminal, the columns `fold` wrap, or by default all columns wider than `MAX_UNFOLDED_COLUMN`
+    On a narrow terminal, the columns in `fold` wrap; by default, all columns wider than `MAX_UNFOLDED_COLUMN`
     characters. If the other columns alone are wider than the terminal, cells are cut and wrapping columns may vanish.
-    With `full_width`, and outside a terminal, each row is one line. Cells with a text of `alarming` are red. The
-    columns `numbers` are right-aligned.
+    With `full_width`, and outside a terminal, each row is one line. Cells whose text is in `alarming` are red. The
+    columns in `numbers` are right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

@@ -1,7 +1,7 @@
-"""Settings of a state folder: those that a start would use, and those of the running processes.
+"""Settings of a state folder: those that the next start would use, and those of the running processes.
 
-The module `node.inspect.report` reads the settings of the node in a process of its own, because the coordinator does
-not import the node.
+A child process reads the settings of the node (`node.inspect.report`), because the coordinator does not import the
+node.
 """
 
 import json
@@ -25,12 +25,12 @@ ANSWER_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SettingsReport:
-    """Settings that a start would use, and their faults."""
+    """Settings that the next start would use, and their faults."""
 
     rows: tuple[dict[str, Any], ...]
-    """Every setting as a row: key, value, origin, description. An invalid value is ignored.
+    """Every setting as a row: key, value, origin, description. An invalid value is ignored, as if it were not given.
 
-    If the file cannot be parsed, the rows are the defaults of the coordinator.
+    If the file cannot be parsed, the rows are the defaults of the coordinator's settings.
     """
     faults: tuple[Any, ...]
     """Faults of the settings, each a `coordinator.state.config_file.ConfigFault`."""
@@ -41,7 +41,7 @@ class RunningProcesses:
     """Settings in use by the processes of a state folder."""
 
     roles: tuple[str, ...]
-    """Names of the running processes, of `coordinator` and `node`; empty if none runs."""
+    """Names of the running processes: `coordinator`, `node` or both; empty if none runs."""
     rows: tuple[dict[str, Any], ...]
     """Settings of the running processes as rows: key, value, origin, description."""
     drifts: tuple[dict[str, Any], ...]
@@ -60,7 +60,7 @@ def read_running_settings(session: ApiSession, node: Mapping[str, Any]) -> Runni
     """Return the settings of the running coordinator and node of a state folder.
 
     `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running. With --url,
-    the coordinator is omitted, because that URL may be of another machine.
+    the coordinator is omitted, because the URL may be that of another machine.
     """
     running: dict[str, list[dict[str, Any]]] | None = node.get("running")
     halves = {} if running is None else {"node": running}
@@ -105,9 +105,9 @@ def _find_drifts(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[st
 def inspect_settings(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> SettingsReport:
-    """Read all settings of coordinator and node as a start would: from `file`, `environ`, and `pairs` of --set.
+    """Read all settings of coordinator and node as a start would: from `file`, `environ`, and the `pairs` of --set.
 
-    `node` is the report of `read_node_settings`, if already read. Invalid values are faults of the result. Raise
+    `node` is the report of `read_node_settings`; None: read it. Invalid values are faults of the result. Raise
     `CommandError` for a --set that is not KEY=VALUE, or if the node's settings cannot be read.
     """
     from coordinator.state.config_file import ConfigFault, build_syntax_fault, locate_faults, redact_rows
@@ -168,8 +168,8 @@ def _is_part_of(key: str, faults: Collection[str]) -> bool:
 def read_node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the node, as `node.inspect.report --settings-only` prints them.
 
-    Of `environ`, only the MACPOOL_ variables are used. Raise `CommandError` if that process cannot be started, prints
-    no JSON, or does not end within `CHILD_TIMEOUT_SECONDS`.
+    The arguments are those of `inspect_settings`. Of `environ`, only the MACPOOL_ variables are used. Raise
+    `CommandError` if the process cannot be started, prints no JSON, or does not end within `CHILD_TIMEOUT_SECONDS`.
     """
     command = [
         sys.executable,

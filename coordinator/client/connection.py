@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     import ssl
 
 PIECE_BYTES = 65_536
-"""Maximum bytes of a body that are read at once."""
+"""Maximum bytes of a body in one read."""
 PROBE_SECONDS, MAX_LOST_PROBES = 15, 3
-"""Seconds without bytes after which the system probes the peer of a connection, and between two probes. The connection
-ends after that number of probes without an answer."""
+"""Keep-alive of a connection: seconds of silence before a probe, and unanswered probes that end the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +34,11 @@ class CoordinatorAddress:
     key: str
     """API key, or the secret of `run.json` for a coordinator on this machine."""
     authority: str
-    """CA of the endpoint's certificate (PEM), trusted in addition to the system's CAs; empty for none."""
+    """CA of the endpoint's certificate (PEM), trusted in addition to the system's CAs; empty for only those."""
 
 
 def parse_base_url(text: str) -> str:
-    """Return the base URL of a coordinator, without path; `https` if the text has no scheme.
+    """Return the base URL of a coordinator: scheme, host and port. The scheme is `https` if the text has none.
 
     Raise `click.UsageError` if the text is not such a URL.
     """
@@ -78,10 +77,10 @@ def _create_context(authority: str) -> "ssl.SSLContext":
 def send_request(
     reached: CoordinatorAddress, method: str, path: str, body: object = None, timeout: float = 30.0
 ) -> http.client.HTTPResponse:
-    """Send a request to a coordinator and return the response with any status.
+    """Send a request to a coordinator and return the response, even with an error status.
 
-    `body` is sent as JSON. `timeout` is in seconds, for the connection and each read. Raise `CommandError` without a
-    response.
+    `body` is sent as JSON. `timeout` is in seconds, for the connection and each read. Raise `CommandError` if there is
+    no response.
     """
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
@@ -112,10 +111,10 @@ def _watch_peer(connected: socket.socket) -> None:
 
 
 def iterate_body(response: http.client.HTTPResponse, url: str, timeout: float) -> Iterator[bytes]:
-    """Yield the body of a response from `url` as it arrives. `timeout` is the timeout of the request in seconds, for
-    errors.
+    """Yield the body of a response from `url` as it arrives.
 
-    Raise `CommandError` if the connection breaks before the end of the body.
+    `timeout`, that of the request in seconds, is used in error messages. Raise `CommandError` if the connection ends
+    before the body.
     """
     while True:
         with convert_connection_errors(url, timeout):
@@ -128,7 +127,7 @@ def iterate_body(response: http.client.HTTPResponse, url: str, timeout: float) -
 
 
 def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a body, without their ends."""
+    """Yield the lines of a body, without line breaks."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -141,8 +140,8 @@ def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
     """Convert the errors of a connection to the URL `base` to `CommandError`.
 
-    The exit code is `TIMED_OUT` if no answer came within `timeout` seconds. An answer that is incomplete or not HTTP
-    has `UNREACHABLE`, and any other error the code of `explain_connection_error`.
+    The exit code is `TIMED_OUT` if no answer arrived within `timeout` seconds. It is `UNREACHABLE` if an answer is
+    incomplete or not HTTP. Any other error has the exit code of `explain_connection_error`.
     """
     try:
         yield
@@ -160,11 +159,11 @@ def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
 
 
 def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
-    """Return exit code and message for a failed connection to the URL `base`.
+    """Return the exit code and the message for a failed connection to the URL `base`.
 
-    Errno 65 on macOS has the code `BLOCKED`, because it means local network privacy and not a network fault. A
-    certificate that this machine does not trust has the code `PIN`. Any other failure has `UNREACHABLE`, also a
-    certificate that is outside its validity.
+    The code is `BLOCKED` for errno 65 on macOS, which means local network privacy and not a network fault. It is `PIN`
+    for a certificate that this machine does not trust. It is `UNREACHABLE` for any other failure, including a
+    certificate outside its validity.
     """
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (

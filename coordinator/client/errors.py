@@ -7,14 +7,16 @@ from coordinator.client.terminal_text import replace_control_characters
 UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 4, 5, 6, 7, 8, 9, 10
 """Exit codes of failed commands, with the meanings in `cluster --help`.
 
-In order: the coordinator is not reached, the key or token is refused, something is not found. Then: refused by policy
-or memory, a timeout, another version of the protocol. The last two are a wrong pin of the CA, and a block by macOS's
-local network privacy.
+In order: coordinator not reached, key or token refused, not found, refused by policy or memory, timed out. Then: other
+protocol version, CA pin mismatch, blocked by macOS local network privacy.
 """
 
 
 class CommandError(click.ClickException):
-    """Failure of a command: its exit code, and a message for a person, without terminal control sequences."""
+    """Raised if a command fails. `code` is the exit code, `message` a text for a person.
+
+    Terminal control sequences in the message are replaced.
+    """
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(replace_control_characters(message))

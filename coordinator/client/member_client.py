@@ -1,5 +1,6 @@
-"""Queries to the coordinator from a Mac that is a node, over the cluster port with the node's certificate. Such
-queries only read.
+"""Queries of commands on a node's machine, over the coordinator's cluster port with the node's certificate.
+
+Queries only read.
 """
 
 import base64
@@ -18,17 +19,17 @@ from wire.identity import PROTOCOL as SPOKEN
 from wire.identity import build_coordinator_uri
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Maximum wait for the connection and for each read, in seconds."""
+"""Timeout of the connection and of each read, in seconds."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Bytes of an answer after which no more is read; a longer answer counts as invalid."""
+"""Maximum bytes of an answer. A longer answer is not read to its end and counts as invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """Identity of the node in a state folder, with which it queries the coordinator."""
+    """Identity of the node in a state folder, with which commands query the coordinator."""
 
     folder: Path
-    """Folder of the identity, with the certificate."""
+    """Folder with the node's certificate and key."""
     cluster: str
     """Id of the cluster that the node has joined."""
     node: str
@@ -38,13 +39,13 @@ class MemberIdentity:
     ca: bytes
     """Certificate of the cluster's CA in DER."""
     addresses: tuple[str, ...]
-    """Addresses of the coordinator's cluster port (HOST:PORT), that of the last link first."""
+    """Addresses of the coordinator's cluster port (HOST:PORT). The address of the last link is first."""
 
 
 def read_member_identity(state: Path) -> MemberIdentity | None:
-    """Return the node that joined from a state folder.
+    """Return the identity of the node that joined from a state folder.
 
-    Return None if there is no readable identity, or if the folder holds the state of a coordinator.
+    Return None if there is no readable identity, or if the folder contains the state of a coordinator.
     """
     folder = state / "node" / "identity"
     if (state / "cluster.db").exists():
@@ -72,8 +73,8 @@ def get_coordinator_host(member: MemberIdentity) -> str:
 def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
     """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
 
-    Raise `CommandError` if no address gives a valid answer, if the coordinator refuses, or if the peer is not the
-    coordinator. Raise it also if the peer uses another protocol, or if the certificate of the node cannot be read.
+    Raise `CommandError` if no address gives a valid answer, or if the coordinator refuses. Other reasons: the peer is
+    not the coordinator, the peer uses another protocol, or the certificate of the node cannot be read.
     """
     failures: list[str] = []
     for address in member.addresses:
