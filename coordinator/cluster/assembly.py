@@ -1,4 +1,4 @@
-"""Assembly of the cluster side of the coordinator: construction of its parts and their connections."""
+"""Assembly of the coordinator's cluster side: construction and connection of its parts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,15 +26,18 @@ from wire.state_machine import IllegalEventCounts
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """Means to reach nodes: frames over their links, fetches of their data, and relays of files between them."""
+    """Means to reach nodes."""
 
     table: LinkTable
+    """Open links, over which frames are sent."""
     fetches: NodeFetches
+    """Fetches of logs, metrics and files from nodes."""
     transfers: RelayTransfers
+    """Transfers of model files between nodes that the coordinator relays."""
 
 
 def create_links() -> NodeLinks:
-    """Return the means to reach nodes, without any link or transfer so far."""
+    """Create the means to reach nodes, without any links or transfers yet."""
     table = LinkTable()
     return NodeLinks(table, NodeFetches(table.send), RelayTransfers())
 
@@ -68,8 +71,8 @@ def assemble_pool(
 ) -> NodePool:
     """Construct the parts of the pool and connect them, without starting any. Call on a running event loop.
 
-    `wall` returns Unix seconds. `on_superseded` is called once a node has proved that another coordinator has a newer
-    generation. `enrollment_limit` replaces the default limit of enrollments.
+    `wall` returns Unix seconds. `on_superseded` is called when a node proves that another coordinator has a newer
+    generation. `enrollment_limit` replaces the default rate limit of enrollments.
     """
     authentication, barrier = MemberAuthentication(store, fence.authority, wall), StoreBarrier(store.flush)
     records, table = NodeRecords(store), links.table

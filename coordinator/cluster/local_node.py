@@ -1,4 +1,4 @@
-"""The node on the coordinator's own machine: a child process that is started, supervised and stopped."""
+"""Supervision of the node on the coordinator's own machine, which is a child process."""
 
 import asyncio
 import contextlib
@@ -20,23 +20,24 @@ log = structlog.get_logger("coordinator.cluster.local_node")
 RESTART_DELAYS_SECONDS = (0.5, 30.0)
 """Delay before a restart after a run longer than 60 s, and maximum delay, in seconds.
 
-Each shorter run, also the first, and each failed start doubles the delay.
+Each shorter run, including the first, and each failed start doubles the delay.
 """
 EXIT_USAGE, EXIT_DENIED, EXIT_OTHER_CLUSTER = 2, 4, 6
-"""Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster.
+"""Exit codes after which a restart is useless.
 
-After `EXIT_DENIED` without an identity, the node is restarted with a new join token.
+In order: invalid settings, refused by the coordinator, node of another cluster. After `EXIT_DENIED` without an
+identity, the node is restarted with a new join token.
 """
 TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL to the local node's process."""
 
 
 class LocalNodeElsewhereError(Exception):
-    """Raised when this Mac would coordinate one cluster although its node belongs to another cluster."""
+    """Raised if this Mac would coordinate one cluster although its node belongs to another cluster."""
 
 
 def check_node_cluster(state: Path, cluster: str) -> None:
-    """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
+    """Check that the node of a state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
     Raise `LocalNodeElsewhereError`, with the possible next steps, if the node belongs to another cluster. An unreadable
     identity passes, because the node itself reports that fault.
@@ -70,7 +71,7 @@ class LocalNode:
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self.given_up = asyncio.Event()
-        """Set when the node has ended for a reason that a restart does not remove."""
+        """Set when the node has ended for a reason that a restart does not resolve."""
 
     async def start(self) -> None:
         """Start the node, and restart it after each exit until `given_up` is set.
@@ -177,7 +178,7 @@ class LocalNode:
         return ""
 
     async def close(self) -> None:
-        """End the restarts. Stop the node with SIGTERM, and with SIGKILL after `TERMINATE_GRACE_SECONDS`."""
+        """Stop the node with SIGTERM, and with SIGKILL after `TERMINATE_GRACE_SECONDS`. Do not restart it."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -195,6 +196,8 @@ class LocalNode:
 
 
 def compute_restart_delay(last: float, duration: float = 0.0) -> float:
-    """Return the delay before a restart after a run of `duration` seconds, which began after the delay `last`. A failed
-    start is a run of 0 s. All times are in seconds."""
+    """Return the delay before a restart after a run of `duration` seconds.
+
+    `last` is the delay before that run. A failed start is a run of 0 s. All times are in seconds.
+    """
     return RESTART_DELAYS_SECONDS[0] if duration > 60 else min(last * 2, RESTART_DELAYS_SECONDS[1])

@@ -17,7 +17,7 @@ log = structlog.get_logger("coordinator.cluster.member_authentication")
 
 @dataclass(frozen=True, slots=True)
 class MemberAuthentication:
-    """Check of the certificates of members against the stored members and revocations.
+    """Check of members' certificates against the stored members and revocations.
 
     `wall` returns Unix seconds.
     """
@@ -29,9 +29,9 @@ class MemberAuthentication:
     def authenticate(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
         """Return the member with this certificate, or `Denied` with the reason.
 
-        Reasons are a certificate of another node, a node that is not a member (any more), a revoked certificate, and
-        another machine than the member's. `peer` is the identity in the certificate, and `serial` its serial number in
-        hex. `node` and `machine` are the ids that the node sent.
+        `peer` is the identity in the certificate, and `serial` its serial number in hex. `node` and `machine` are the
+        ids that the node sent. Reasons: the certificate is that of another node or is revoked, the node is not a
+        member, or the member is on another machine.
         """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:
@@ -50,8 +50,9 @@ class MemberAuthentication:
     def renew_certificate(self, node: NodeId, csr: bytes) -> bytes:
         """Sign a member's request for a new certificate and store its serial number. Return the certificate.
 
-        The caller sends the certificate only after the change is on disk. Raise `CertificateRequestError` for an
-        invalid request, `KeyError` for an unknown node, and `StoreError` after a failed write.
+        `csr` is the request in DER. The caller must send the certificate only after the change is on disk. Raise
+        `CertificateRequestError` for an invalid request, `KeyError` for an unknown node, and `StoreError` after a
+        failed write.
         """
         row = self.store.members[node]
         self.store.raise_failure()
@@ -62,7 +63,7 @@ class MemberAuthentication:
     def revoke(self, node: NodeId, why: str) -> None:
         """Revoke a member: its certificates and its membership. `why` is stored with the revocation.
 
-        Raise `KeyError` for an unknown node. Raise `StoreError` after a failed write; the revocation is in effect then,
+        Raise `KeyError` for an unknown node. Raise `StoreError` after a failed write; the revocation is then in effect,
         and its changes wait for the disk.
         """
         row, now = self.store.members[node], self.wall()

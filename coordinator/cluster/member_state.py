@@ -20,7 +20,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     since: float
     """Monotonic time in seconds at which the current state began."""
     last_report_at: float | None = None
-    """Monotonic time in seconds of the newest report or connect; None before the first."""
+    """Monotonic time in seconds of the newest report or connection; None before the first."""
     enrolled: bool = True
     """Whether the node is a member."""
     cordoned: bool = False
@@ -28,11 +28,11 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
-    """Highest sequence number of a link so far; 0 before the first."""
+    """Highest sequence number of all links of the node so far; 0 before the first."""
     instance: str = ""
     """Id of the agent process of the newest link; empty before the first link."""
     streak: int = 0
-    """Consecutive reports of the node while it is suspect; 0 in any other state."""
+    """Consecutive reports while the node is suspect; 0 in any other state."""
     reason: str = ""
     """Why the node is suspect, lost, asleep or has left, as text for people; empty in any other state."""
     silent_at: float | None = None
@@ -43,7 +43,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
 
     @property
     def placeable(self) -> bool:
-        """Whether the membership permits new requests on this node: it is ready and not cordoned."""
+        """Whether the membership permits new requests on this node: the node is ready and not cordoned."""
         return self.state is NodeState.READY and not self.cordoned
 
     def check(self) -> None:
@@ -67,7 +67,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
 
 @dataclass(frozen=True, slots=True)
 class MemberEnrolled:
-    """Event: the node received a certificate and is a member from now on."""
+    """Event: the node received a certificate, which makes it a member."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,7 @@ class MemberConnected:
     link: int
     instance: str
     takeover: bool = False
-    """Whether this is the second link of the same instance. The node closes the first link after its requests have
-    moved."""
+    """Whether this is a second link of the same instance. The node closes the first once its requests have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ class MemberRemoved:
 
 @dataclass(frozen=True, slots=True)
 class MembershipTick:
-    """Event: time has passed. The deadlines of the node are checked."""
+    """Event: time has passed, and the deadlines of the node must be checked."""
 
 
 LinkEvent = MemberConnected | MemberReported | MemberDisconnected | MemberGoodbye
@@ -135,7 +134,7 @@ Event = MemberEnrolled | LinkEvent | MemberCordoned | MemberUncordoned | MemberR
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Action: close the link with the number `link`. `reason` is for the log."""
+    """Action: close the link with the number `link`. `reason` is a text for the log."""
 
     node: NodeId
     link: int

@@ -49,17 +49,19 @@ from wire.node_state import ALIVE, GONE, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
 
 SUSPECT_AFTER_SECONDS = 3.0
-"""Seconds without a report after which a ready, draining or paused node is suspect and gets no new work."""
+"""Seconds without a report after which a ready, draining or paused node becomes suspect and gets no new work."""
 LOST_AFTER_SECONDS = 10.0
-"""Seconds without a report until a node is lost: its link is closed, and other nodes resume its requests.
+"""Seconds without a report after which a node is lost: its link is closed, and other nodes resume its requests.
 
 A node in the state joining is lost after this time in that state.
 """
 RETURN_AFTER_REPORTS = 2
-"""Consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
+"""Number of consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
 DELETE_AFTER_SECONDS = 600.0
-"""Seconds for which a node that has left or was removed is still listed. Also the maximum duration of the coordinator's
-suspicion of itself (`membership`)."""
+"""Seconds for which a node that has left or was removed is still listed.
+
+Also the maximum duration of the coordinator's suspicion of itself (`membership`).
+"""
 
 _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
     GoodbyeReason.ASLEEP: (NodeState.ASLEEP, "asleep"),
@@ -69,12 +71,12 @@ _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
 
 
 def step(member: Member, event: Event, now: float) -> Step:
-    """Apply one event to one node at `now` (monotonic seconds). Return the new state of the member and the actions in
-    order.
+    """Apply one event to one node at `now` (monotonic seconds). Return the new state of the member and the actions.
 
-    Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
-    Raise it also for an event of an unknown link, and for a new link without a higher number. Raise `InvariantError`
-    if the new state is not in `TABLE` or contradicts itself, which only a bug can cause.
+    The actions are in the order in which the caller must perform them. An event of an older link is ignored. Raise
+    `IllegalEventError` if `TABLE` does not allow the event in the node's state. Raise it also for an event of an
+    unknown link, and for a new link without a higher number. Raise `InvariantError` if the new state is not in `TABLE`
+    or contradicts itself, which only a bug can cause.
     """
     if isinstance(event, LinkEvent) and _is_stale(member, event):
         return member, ()
@@ -201,9 +203,9 @@ def _apply_tick(member: Member, now: float) -> Step:
 
 
 def compute_deadline(member: Member) -> float | None:
-    """Return the monotonic seconds at which a `MembershipTick` is due, because a deadline of the node passes.
+    """Return the monotonic time in seconds at which the node's next deadline passes and a `MembershipTick` is due.
 
-    Return None if time changes nothing: the node is a member that is lost or asleep.
+    Return None for a member that is lost or asleep, which time does not change.
     """
     if member.state in GONE:
         return None if member.enrolled else member.since + DELETE_AFTER_SECONDS

@@ -1,7 +1,7 @@
-"""Membership of all nodes of the pool: one member's transitions for each, self-suspicion, and deletion. Pure.
+"""Membership of all nodes of the pool: transitions of each member, self-suspicion, and deletion. Pure.
 
 Invariants
-- A member is never deleted, also if lost. A node that is not a member is deleted after 10 minutes.
+- A member is never deleted, even if it is lost. A node that is not a member is deleted after 10 minutes.
 - No node is deleted while the coordinator suspects itself. If half of the pool falls silent at once, the
   coordinator's own network is the likelier cause.
 """
@@ -35,7 +35,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     self_suspect_since: float | None = None
-    """Time, in monotonic seconds, since which the coordinator suspects its own network; None if it does not."""
+    """Monotonic time in seconds since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
@@ -43,7 +43,7 @@ class Membership(msgspec.Struct, frozen=True):
         return self.self_suspect_since is not None
 
     def check(self) -> None:
-        """Raise `InvariantError` if the values of any member contradict each other, or its key is not its id."""
+        """Raise `InvariantError` if the values of any member contradict each other, or if its key is not its id."""
         for node, member in self.members.items():
             if node != member.node:
                 raise InvariantError(f"{member.node} is kept as {node}")
@@ -51,9 +51,10 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 def restore_membership(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
-    """Return the pool at the start of a coordinator, at `now` (monotonic seconds).
+    """Return the membership at the start of a coordinator, at `now` (monotonic seconds).
 
-    The stored members `nodes` are lost until they connect. `cordoned` are the members excluded from new work.
+    `nodes` are the stored members, which are lost until they connect. `cordoned` are the members excluded from new
+    work.
     """
     marked = frozenset(cordoned)
     return Membership(
@@ -67,9 +68,9 @@ def restore_membership(nodes: Iterable[NodeId], now: float, cordoned: Iterable[N
 
 
 def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply one event about one node at `now` (monotonic seconds). Return the new pool and the actions in order.
+    """Apply one event about one node at `now` (monotonic seconds). Return the new membership and the actions in order.
 
-    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member). Raise
+    The first event of an unknown node is `MemberEnrolled` (a member) or `MemberConnected` (not yet a member). Raise
     `IllegalEventError` for any other event of an unknown node, and for an event that is illegal in the node's state.
     Raise `InvariantError` for a new state that only a bug can cause (`step`).
     """
@@ -87,10 +88,10 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
 
 
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
-    """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call it at `next_deadline`.
+    """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call this at `next_deadline`.
 
     Delete the nodes that have not been members for `DELETE_AFTER_SECONDS`, unless the coordinator suspects itself.
-    Return the new pool and the actions in order.
+    Return the new membership and the actions in order.
     """
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
@@ -105,7 +106,7 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
-    """Return the monotonic seconds at which `tick` is due next, not before `now`. None if time changes nothing."""
+    """Return the monotonic time in seconds, not before `now`, at which `tick` is due; None if time changes nothing."""
     may_delete = not pool.self_suspect
     deadlines = [
         deadline

@@ -1,4 +1,4 @@
-"""Commands about models to nodes: load, unload, profile, and clear caches. Choose nodes and collect the results."""
+"""Commands about models to nodes: load, unload, profile, and clear caches. This module chooses the nodes."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,16 +22,17 @@ from wire.report import Model
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Result of a command about a model that a node has carried out: load, unload, profile or clear cache."""
+    """Result of a command that a node has carried out: load, unload, profile or clear cache."""
 
     node: NodeId
     name: str
+    """Display name of the node."""
     seconds: float
     """Duration of the command in seconds; 0 if `already`."""
     already: bool = False
-    """Whether the model was loaded already, in which case no command was sent."""
+    """Whether the model was already loaded. In that case no command was sent."""
     model: Model | None = None
-    """Measurements of a profile; None for other commands."""
+    """Model with the measurements of a profile; None for other commands."""
 
     def to_row(self) -> dict[str, object]:
         """Return the result as a row of the API. The row of a profile has its measurements in `measured`."""
@@ -50,11 +51,11 @@ class ModelOperations:
         self._clock = clock
 
     async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
-        """Load a model on `node`; None: on the best node, or on the next best if that node refuses.
+        """Load a model on `node`. None means the best node, or the next best if a node refuses.
 
-        Return the result once the model is loaded, the first failure, or the refusal of `node`. Without `node`, return
-        the joined refusals if every node refuses. A cancellation ends the wait, not the load. The timeout of each node
-        is `node_commands.COMMAND_TIMEOUT_SECONDS`.
+        Return the result once the model is loaded, or the refusal or first failure. If all nodes refuse, return their
+        joined refusals. A cancellation ends the wait, not the load. The timeout of each node is
+        `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))
@@ -77,11 +78,11 @@ class ModelOperations:
     async def profile_model(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Measure the memory of a model. Return the results, and one error for all nodes that failed; None if none
-        failed.
+        """Measure the memory of a model. Return the results, and one error for all nodes that failed, or None.
 
-        Profile on `node`; else on every node that has the model loaded; else on the best node for a load. A
-        cancellation ends the measurements, but not a load. The timeout is `node_commands.COMMAND_TIMEOUT_SECONDS`.
+        The nodes are `node`; if it is None, every node that has the model loaded; if there is none, the best node for a
+        load. A cancellation ends the measurements, but not a load. The timeout is
+        `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         holders = [
             member for member in self._dispatcher.view.nodes if member.state not in GONE and _is_loaded(member, model)
@@ -104,11 +105,11 @@ class ModelOperations:
     async def unload_model(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Unload a model from `node`, or from every node that has it loaded.
+        """Unload a model from `node`; None: from every node that has it loaded.
 
-        Return the results, and one error for all nodes that failed; None if none failed. If no node has the model
-        loaded, the error is a refusal. Cordoned nodes are included, because a person cordons a node to let its requests
-        end. Wait for all nodes, for at most `node_commands.COMMAND_TIMEOUT_SECONDS`.
+        Return the results, and one error for all nodes that failed, or None. If no node has the model loaded, the error
+        is a refusal. Cordoned nodes are included, because an administrator cordons a node to end its work. Wait for all
+        nodes, for at most `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """
         view = self._dispatcher.view
         holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]
@@ -125,9 +126,9 @@ class ModelOperations:
     async def clear_cache(
         self, model: str, node: NodeView | None
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-        """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
+        """Delete the cached prompts of a model (empty: all models) on `node`; None: on every node that may have them.
 
-        Return the results, and one error for all nodes that failed; None if none failed. If no node may have any, the
+        Return the results, and one error for all nodes that failed, or None. If no node may have cached prompts, the
         error is a refusal. An absent node may have cached prompts in its files, and counts as failed, as does a node
         that is too old. Wait for all nodes, for at most `node_commands.COMMAND_TIMEOUT_SECONDS`.
         """

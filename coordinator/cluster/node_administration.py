@@ -1,4 +1,4 @@
-"""Decisions of administrators about a node: cordon, permission for videos, labels, pause and removal."""
+"""Administrators' orders about a node: cordon, permission for videos, labels, pause and removal."""
 
 import asyncio
 from contextlib import suppress
@@ -21,9 +21,9 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeAdministration:
-    """Decisions of administrators, which persist in the store, and their effects on membership and links.
+    """Administrators' orders about nodes, with their effects on the store, the membership and the links.
 
-    A change for which a method raises `StoreError` is in effect, and waits for the disk.
+    If a method raises `StoreError`, its change is in effect and waits for the disk.
     """
 
     store: Database
@@ -35,7 +35,7 @@ class NodeAdministration:
     def set_cordoned(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
-        Raise `IllegalEventError` if the node has left or is unknown; nothing changes then. Raise `StoreError` after a
+        Raise `IllegalEventError`, without any change, if the node has left or is unknown. Raise `StoreError` after a
         failed write.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
@@ -55,9 +55,8 @@ class NodeAdministration:
     def remove_node(self, node: NodeId) -> None:
         """Close the links of a node at once, end its membership and revoke its certificates.
 
-        Other nodes resume its requests if that is possible. Raise `IllegalEventError` if the node has left or is
-        unknown. Raise `StoreError` after a failed write; the removal is in effect then, and its changes wait for the
-        disk.
+        Other nodes resume its requests if possible. Raise `IllegalEventError` if the node has left or is unknown. Raise
+        `StoreError` after a failed write; the removal is then in effect, and its changes wait for the disk.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
@@ -69,10 +68,12 @@ class NodeAdministration:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
         `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
-        the pause, as text for the node's owner. If the newest report already has the ordered state, return the sharing
-        state of that report at once. A pause of `seconds` is confirmed by another end than before. Return None if no
-        report confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not
-        reported, is not linked, or cannot be paused remotely.
+        the pause, as text for the node's owner.
+
+        If the newest report already has the ordered state, its sharing state is returned at once. A pause of `seconds`
+        is confirmed when the reported end differs from the former one. Return None if no report confirms the order
+        within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported, is not linked, or
+        cannot be paused remotely.
         """
         before = self._get_sharing(node)
         if not before.when:

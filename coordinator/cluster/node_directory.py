@@ -1,4 +1,4 @@
-"""Directory of the members for people: found by name, as rows of the API, and as warnings."""
+"""Directory of the members for people: search by name, rows of the API, and warnings."""
 
 import asyncio
 from typing import Any
@@ -13,7 +13,7 @@ from wire.node_state import GONE, NodeState
 
 
 class NodeDirectory:
-    """Descriptions of the members. Only reads the registry, the records and the store."""
+    """Descriptions of the members, read from the registry, the records and the store."""
 
     def __init__(self, registry: Registry, records: NodeRecords, store: Database) -> None:
         self._registry = registry
@@ -24,22 +24,22 @@ class NodeDirectory:
     def find_member(self, text: str) -> NodeId | None:
         """Return the id of the member with this id or name; None if there is none.
 
-        Of two members with the same name, prefer the member that has not left, because it has joined again.
+        If two members have the same name, return the one that has not left.
         """
         members = self._registry.pool.members
         matches = [node for node in members if text in (node, self._store.members[node].name)]
         return min(matches, key=lambda node: members[node].state == NodeState.LEFT, default=None)
 
     def get_name(self, node: NodeId) -> str:
-        """Return the display name of a node that ever joined; its id for an unknown node."""
+        """Return the display name of a node that has ever joined; the id of an unknown node."""
         row = self._store.members.get(node)
         return str(node) if row is None else row.name
 
     def describe_host(self, node: NodeId) -> tuple[str, str, str]:
-        """Return a member's chip, operating system and version of Macpool. The version is empty until the member has
-        linked to this process of the coordinator.
+        """Return a member's chip, operating system and version of Macpool.
 
-        Raise `KeyError` for an unknown node.
+        The version is empty until the member has linked since the coordinator started. Raise `KeyError` for an unknown
+        node.
         """
         hardware = self._store.members[node].hardware
         return hardware.chip, hardware.system, self._records.get_software(node)[0]
@@ -52,10 +52,9 @@ class NodeDirectory:
         return counts
 
     def list_warnings(self) -> list[str]:
-        """Return warnings for people: dangers first, then the coordinator's suspicion of its network, then faults of
-        nodes.
+        """Return warnings as texts for people: first dangers, then suspicion of the coordinator's network, then faults.
 
-        Nodes that are lost, asleep or have left are omitted.
+        The faults are those of nodes, named in the text. Nodes that are lost, asleep or have left are omitted.
         """
         texts = self.list_dangers()
         if self._registry.pool.self_suspect:
@@ -65,9 +64,10 @@ class NodeDirectory:
         return texts
 
     def list_dangers(self) -> list[str]:
-        """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
+        """Return the conditions of nodes that endanger memory, as texts with the name of the node.
 
-        Such conditions are reduced memory protection, and usage over the cap minus leases.
+        Such conditions are reduced memory protection, and usage above the cap minus leases. Nodes that are lost, asleep
+        or have left are omitted.
         """
         return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
@@ -77,7 +77,7 @@ class NodeDirectory:
         return [view for view in views if view.state not in GONE]
 
     def build_node_row(self, node: NodeId, in_flight: int) -> dict[str, Any]:
-        """Return one node as a row of the API, with `in_flight` as its number of requests.
+        """Return one node as a row of the API. `in_flight` is the number of its requests.
 
         Sizes are in bytes; None means unknown. Raise `KeyError` if the node is not a member.
         """

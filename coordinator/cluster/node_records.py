@@ -1,4 +1,4 @@
-"""Newest report and software version of each member, and the view of a member for placement."""
+"""Newest report and software version of each node, and its view for placement."""
 
 import asyncio
 import operator
@@ -21,7 +21,7 @@ from wire.report import Model
 
 @dataclass(frozen=True, slots=True)
 class ReceivedReport:
-    """Newest report of a node, which arrived at `at`, in seconds of the loop's clock."""
+    """Newest report of a node, with its time of arrival `at` in seconds of the loop's clock."""
 
     report: Report
     at: float
@@ -47,8 +47,8 @@ class NodeRecords:
     def record_report(self, node: NodeId, report: Report, now: float) -> None:
         """Record the newest report of a node, received at `now` (seconds of the loop's clock).
 
-        A node whose engine starts reports no models yet. The models of its earlier report are then kept as not loaded.
-        Requests for them wait for the engine; for an unknown model they would fail.
+        While the engine of a node starts, its reports contain no models. The models of the former report are then kept
+        as not loaded, because requests for an unknown model would fail. Requests for these models wait for the engine.
         """
         former = self._received.get(node)
         if former is not None and _is_starting(report):
@@ -58,19 +58,18 @@ class NodeRecords:
             event.set()
 
     def record_software(self, node: NodeId, hello: Hello) -> None:
-        """Record the versions of Macpool and of the protocol that a node runs, and the frames that the node knows, by
-        its Hello."""
+        """Record the software of a node from its Hello: versions of Macpool and of the protocol, and known frames."""
         self._software[node] = hello
 
     def delete(self, node: NodeId) -> None:
-        """Delete all records of a node, and end the waits for its next report."""
+        """Delete all records of a node, and end all waits for its next report."""
         if (event := self._report_events.pop(node, None)) is not None:
             event.set()
         for by_node in (self._received, self._software, self._views):
             by_node.pop(node, None)
 
     async def wait_for_report(self, node: NodeId) -> None:
-        """Wait for the next report of a node, or until its records are deleted, without a time limit."""
+        """Wait until the next report of a node, or the deletion of its records. The wait has no time limit."""
         await self._report_events.setdefault(node, asyncio.Event()).wait()
 
     def get_reported_at(self, node: NodeId) -> float | None:
@@ -83,14 +82,14 @@ class NodeRecords:
         return list(self._received)
 
     def get_software(self, node: NodeId) -> tuple[str, int]:
-        """Return a node's versions of Macpool and of the protocol; empty and 0 before its first Hello."""
+        """Return a node's version of Macpool and protocol version; empty and 0 before its first Hello."""
         hello = self._software.get(node)
         return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 
     def get_view(self, member: Member, *, expected: bool) -> NodeView:
-        """Return the view of a member for placement, which stays the same object until one of its values changes.
-        Without the last report of a node that has left, whose models the cluster no longer has.
+        """Return the view of a member for placement. It stays the same object until one of its values changes.
 
+        The view of a node that has left is built without its last report, because the cluster no longer has its models.
         `expected` is whether the node is expected to connect, because the coordinator has just started. Raise
         `KeyError` if the store does not have the member.
         """

@@ -1,8 +1,8 @@
-"""Registry of members: feeds events of links and of administrators into membership, and publishes the cluster view.
+"""Registry of members, which passes events of links and administrators to membership, and publishes the cluster view.
 
-All of this runs on one event loop. `membership` decides (pure), `NodeRecords` has the newest reports, the link
-table transports, the dispatcher places requests. Every removal of a node ends in `_delete_node`, which deletes the
-node from the records and from the listener.
+All of this runs on one event loop. `membership` decides (pure), `NodeRecords` has the newest reports, the link table
+transports, the dispatcher places requests. Every deletion of a node ends in `_delete_node`, which deletes it from the
+records and from the listener.
 """
 
 import asyncio
@@ -45,22 +45,21 @@ from wire.state_machine import IllegalEventCounts, StateMachine
 
 log = structlog.get_logger("coordinator.cluster.registry")
 MAX_IMMEDIATE_MEMBERS = 32
-"""Maximum number of members with which every report publishes a new view at once."""
+"""Maximum number of members up to which every report publishes a new view at once."""
 VIEW_BATCH_SECONDS = 0.02
-"""Seconds over which the reports of a larger cluster are collected into one view."""
+"""Seconds over which the changes of a larger cluster are combined into one view."""
 
 
 class RegistryListener(Protocol):
-    """Callbacks of the registry, implemented by the dispatcher and by the `ListenerFanout` to dispatcher and
-    controllers."""
+    """Callbacks of the registry, implemented by the dispatcher and by `ListenerFanout`, which forwards to several."""
 
     def set_view(self, view: ClusterView) -> None:
-        """Replace the cluster view, after a change of any node."""
+        """Replace the cluster view, because a node has changed."""
         ...
 
     @property
     def receivers(self) -> Mapping[type[Frame], Callable[[NodeId, Any], None]]:
-        """Function for each type of frame that is not about membership, such as a frame of a request."""
+        """Functions for frames that are not about membership, such as frames of a request, by the type of frame."""
         ...
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
@@ -73,7 +72,7 @@ class RegistryListener(Protocol):
 
 
 class Registry:
-    """Membership of all nodes, driven by their links. All times are seconds of the loop's clock."""
+    """Membership of all nodes, changed by their links and by administrators. Times are seconds of the loop's clock."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class Registry:
         return self._pool
 
     def build_view(self) -> ClusterView:
-        """Return the view for placement: every listed node, including sleeping and lost ones, and those that left.
+        """Return the view for placement with every listed node, including nodes that sleep, are lost or have left.
 
         The view of a node stays the same object until a value of that node changes.
         """
@@ -128,9 +127,9 @@ class Registry:
         )
 
     def get_node_view(self, node: NodeId) -> NodeView:
-        """Return the view of a listed node for placement, without the last report of a node that has left.
+        """Return the view of a listed node for placement. The view of a node that has left omits its last report.
 
-        Raise `KeyError` for any other node.
+        Raise `KeyError` if the node is not listed.
         """
         return self._records.get_view(self._pool.members[node], expected=node in self._list_expected())
 
@@ -138,7 +137,7 @@ class Registry:
         return self._expected if self._loop.time() < self._connected_by else frozenset()
 
     def close(self) -> None:
-        """Cancel the timers of the next deadline of a member and of the next cluster view."""
+        """Cancel the timers for deadlines of members and for the next cluster view."""
         if self._publishing is not None:
             self._publishing.cancel()
         if self._timer is not None:
@@ -149,7 +148,7 @@ class Registry:
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link of a member and return its sequence number. Store changed hardware of the machine.
 
-        The link stays open if the hardware cannot be stored, because the pool serves without the store. Raise
+        If the hardware cannot be stored, the link stays open, because the pool serves without the store. Raise
         `IllegalEventError` if the member has left.
         """
         number = next(self._link_numbers)
@@ -164,16 +163,16 @@ class Registry:
         return number
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
-        """Record the end of the link with this number. Ignore a link that is not the newest of its node."""
+        """Record the end of the link `number`. Ignore a link that is not the newest of its node."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
             self.apply_event(node, MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to their receivers.
+        """Process a frame of the link `number`: a report, goodbye or renewal. Pass other frames to their receivers.
 
-        Ignore reports and goodbyes of an older link. Disconnect the node after an invalid renewal. While
-        changes cannot be written, the error is logged, and the link stays open.
+        Reports and goodbyes of an older link are ignored. An invalid renewal disconnects the node. If changes cannot be
+        written, the error is logged and the link stays open.
         """
         receive = self._receivers.get(type(frame))
         try:
@@ -221,14 +220,14 @@ class Registry:
     # -- membership ------------------------------------------------------------------------
 
     def add_member(self, row: MemberRow) -> None:
-        """Make the machine of `row`, which has received a certificate, a member. The store already has the row."""
+        """Make the machine in `row`, which has received a certificate, a member. The store already has the row."""
         log.info("node enrolled", node=row.node, name=row.name)
         self.apply_event(row.node, MemberEnrolled())
 
     def apply_event(self, node: NodeId, event: Event) -> None:
-        """Apply an event to the membership of a node and perform the actions.
+        """Apply an event to the membership of a node and perform the resulting actions.
 
-        Raise `IllegalEventError` if the event is illegal in the node's state; nothing has changed then.
+        Raise `IllegalEventError`, without any change, if the event is illegal in the node's state.
         """
         self._perform_actions(self._advance(node, event))
 
@@ -278,7 +277,7 @@ class Registry:
     # -- publication -----------------------------------------------------------------------
 
     def publish_view(self) -> None:
-        """Publish a new view: at once, or in a large cluster with all changes of the next `VIEW_BATCH_SECONDS`."""
+        """Publish a new view: at once, or, in a large cluster, with all changes of the next `VIEW_BATCH_SECONDS`."""
         if len(self._pool.members) <= MAX_IMMEDIATE_MEMBERS:
             self._publish_view_now()
         elif self._publishing is None:
@@ -291,9 +290,9 @@ class Registry:
         self._listener.set_view(view)
 
     async def wait_until_node_answers(self, get_node_id: Callable[[], str]) -> None:
-        """Wait until the node whose id `get_node_id` returns is a member and can answer requests (`can_answer`).
+        """Wait until the node with the id `get_node_id()` is a member and can answer requests (`can_answer`).
 
-        The wait has no time limit. `get_node_id` is called again at each new view.
+        The wait has no time limit. `get_node_id` is called again for each new view.
         """
         while (node := NodeId(get_node_id())) not in self._pool.members or not can_answer(self.get_node_view(node)):
             self._published.clear()

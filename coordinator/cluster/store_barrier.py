@@ -1,4 +1,4 @@
-"""Callbacks that wait for the disk: a certificate is sent only after its record is stored."""
+"""Callbacks that wait until changes are on disk, such as the sending of a certificate after its record is stored."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -21,8 +21,10 @@ class StoreBarrier:
     def call_when_stored(
         self, callback: Callable[[], None], on_failure: Callable[[BaseException], None] = lambda _: None
     ) -> None:
-        """Call `callback` once all changes so far are on disk. If a write failed, log the error and call `on_failure`
-        instead."""
+        """Call `callback` once all earlier changes are on disk.
+
+        If a write failed, log the error and call `on_failure` with it instead.
+        """
         task = asyncio.get_running_loop().create_task(self._flush())
         self._tasks.add(task)
 

@@ -1,4 +1,4 @@
-"""Versions of the cluster's members, and the update step for each. Pure.
+"""Comparison of the versions of the cluster's members, with the update step for each. Pure.
 
 Coordinator and nodes work together if the coordinator supports the protocol of the node, whichever is newer. Frames of
 one protocol are readable across versions, because fields are only added at their end.
@@ -29,13 +29,13 @@ class MemberVersion:
 
 @dataclass(frozen=True, slots=True)
 class SkewAdvice:
-    """Result of the version comparison for one member: no action (`ok`), or advice for a person."""
+    """Result of the version comparison for one member."""
 
     member: MemberVersion
     ok: bool
-    """Whether no action is needed."""
+    """Whether no update is needed."""
     advice: str
-    """Fault of the version, for a person; empty if `ok`."""
+    """Description of the difference, with the next step if there is one; empty if `ok`."""
     joinable: bool = True
     """Whether the coordinator supports the member's protocol."""
 
@@ -43,16 +43,16 @@ class SkewAdvice:
 def parse_version(text: str) -> tuple[int, ...]:
     """Parse a version into at most four numbers, without a suffix such as `rc1`.
 
-    Return `()`, the lowest version, for a text that does not begin with a number, such as `v1.2`.
+    Return `()`, which is less than any version, for a text that does not begin with a number, such as `v1.2`.
     """
     release = re.split(r"[^0-9.]", text, maxsplit=1)[0]
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])
 
 
 def compare_versions(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvice]:
-    """Compare the version of each member with the version `coordinator`, and its protocol with the supported ones.
+    """Compare the version of each member with `coordinator`, and its protocol with the supported protocols.
 
-    Return one result per member, in order.
+    Return one result per member, in the order of `members`.
     """
     return [_compare_member(parse_version(coordinator), member) for member in members]
 

@@ -18,8 +18,10 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 log = structlog.get_logger("coordinator.cluster.links.link_admission")
 ALIVE_REPORT_AGE_SECONDS = 3.0
-"""Age of the newest report, in seconds, below which the link of a node counts as alive. A second process with the
-identity of that node is refused, and may retry after the same number of seconds."""
+"""Maximum age of the newest report, in seconds, with which the link of a node counts as alive.
+
+While it is alive, a second process with the identity of that node is refused, and may retry after this time.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +37,9 @@ class CoordinatorIdentity:
 
 
 class LinkAdmission:
-    """Decision whether a node may link.
+    """Check whether a node may link.
 
-    `on_superseded` is called once a node has proved that another coordinator of this cluster has a newer generation.
+    `on_superseded` is called when a node proves that another coordinator of this cluster has a newer generation.
     """
 
     def __init__(
@@ -62,14 +64,15 @@ class LinkAdmission:
         self._list_addresses: Callable[[], tuple[str, ...]] = tuple
 
     def set_address_source(self, list_addresses: Callable[[], tuple[str, ...]]) -> None:
-        """Use `list_addresses` from now on for the addresses of the coordinator (HOST:PORT) in each Welcome."""
+        """Set the function that returns the coordinator's addresses (HOST:PORT) for each Welcome."""
         self._list_addresses = list_addresses
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
-        """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason.
+        """Return `Welcome` if the node that sent `hello` may link, else `Denied` with the reason.
 
-        Record the software of the Hello if the certificate names the member that sends it. Call `on_superseded` if the
-        Hello proves a newer generation of the cluster. `serial` is the certificate's serial number in hex digits.
+        `peer` and `serial` (hex) are identity and serial number of its certificate. If the certificate names the member
+        in `hello`, record the member's software. Call `on_superseded` if the Hello proves a newer generation of the
+        cluster.
         """
         if peer.node == hello.node and hello.node in self._registry.pool.members:
             self._records.record_software(NodeId(hello.node), hello)

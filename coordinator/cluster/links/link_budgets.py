@@ -1,7 +1,7 @@
 """Rate limits of a node for frames, reports, renewals and links. Pure: `now` is monotonic seconds.
 
 A budget belongs to a node, not to a link, because a new link must not bring a new budget. The rates are several times
-the need of an honest node at its fastest settings: 20 reports a second, and a certificate renewal every two months.
+those of a correct node with its fastest settings: 20 reports a second, and a certificate renewal every two months.
 """
 
 from wire.frames import (
@@ -25,7 +25,7 @@ REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
 """Maximum renewals of certificates per second, and in one burst."""
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
-"""Maximum frames per second, and in one burst, of the kinds that write a line to the log for each frame."""
+"""Maximum frames per second, and in one burst, of the types that write a line to the log for each frame."""
 PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
 """Maximum frames `ModelOrderProgress` per second, and in one burst. A node sends 2 per second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
@@ -33,7 +33,7 @@ LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
 """Maximum queries and connections for relays per second, and in one burst."""
 BUDGET_RETRY_SECONDS = 5.0
-"""Seconds of `retry_after` for a node that exceeded a budget."""
+"""Seconds until a node that exceeded a budget may retry, as `retry_after` of the denial."""
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded, ModelOrderEnded))
 _REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF[ModelOrderProgress]
@@ -59,7 +59,7 @@ class LinkBudget:
     def charge(self, now: float, cost: float = 1.0) -> str:
         """Take `cost` tokens at `now` (monotonic seconds) and return an empty string.
 
-        Take none and return an error text if too few are left.
+        If fewer tokens are left, take none and return an error text.
         """
         filled = self._left + (now - self._at) * self._rate
         left = (filled if filled < self._burst else self._burst) - cost
@@ -72,7 +72,7 @@ class LinkBudget:
 
 
 class NodeBudgets:
-    """Token buckets of one node, which last longer than its links."""
+    """Token buckets of one node, which persist across its links."""
 
     __slots__ = ("_links", "_logged", "_progress", "_queries", "_renewals", "_report_bytes", "_reports", "frames")
 
@@ -88,21 +88,21 @@ class NodeBudgets:
         self._queries = LinkBudget("queries", QUERIES_PER_SECOND, QUERIES_BURST)
 
     def charge_link(self, now: float) -> str:
-        """Count a link at `now` (monotonic seconds).
+        """Count a new link at `now` (monotonic seconds).
 
-        Return an error text if it exceeds the budget, else an empty string.
+        Return an error text if the link exceeds the budget, else an empty string.
         """
         return self._links.charge(now)
 
     def charge_query(self, now: float) -> str:
         """Count a query, or a connection for a relay, with this node's certificate at `now` (monotonic seconds).
 
-        Return an error text if it exceeds the budget, else an empty string.
+        Return an error text if the query or connection exceeds the budget, else an empty string.
         """
         return self._queries.charge(now)
 
     def charge_frame(self, tag: int, size_bytes: int, now: float) -> str:
-        """Count a frame before it is decoded. Return an error text if it exceeds a budget, else an empty string.
+        """Count a frame before it is decoded. Return an error text if the frame exceeds a budget, else an empty string.
 
         `tag` is the tag of the frame's type, `size_bytes` the size of its body. `now` is in monotonic seconds.
         """

@@ -49,14 +49,14 @@ from wire.link.endpoint import LinkEndpoint
 
 HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
-"""Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
+"""Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed this time."""
 UNLINKED_TIMEOUT_SECONDS = 5.0
 """Maximum seconds from the TLS handshake to the first frame: a Hello, a query, or a request for a relay. An enrollment
 has its own deadlines."""
 MAX_UNLINKED_BYTES = 16 * 1024
 """Maximum bytes from a peer with a certificate before its Hello."""
 CLOSE_DELAY_SECONDS = 0.5
-"""Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
+"""Seconds for which a flooding link stays open without reads, so that its node can receive the reason."""
 QUERY_CHUNK_BYTES = 32 * 1024
 """Maximum bytes of one piece of the answer to a query."""
 FROM_NODES = frozenset(
@@ -91,15 +91,14 @@ class ConnectionHandler(Protocol):
         ...
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin the enrollment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
-        reason if that is refused.
+        """Begin the enrollment of a peer without a certificate, at the IP address `address`, or return `Denied`.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """
         ...
 
     def call_when_stored(self, callback: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
-        """Call `callback` once all changes so far are on disk. If a write failed, call `on_failure` instead."""
+        """Call `callback` once all earlier changes are on disk. If a write failed, call `on_failure` instead."""
         ...
 
     def answer_hello(self, connection: "Connection", peer: PeerIdentity, hello: Hello) -> None:
@@ -110,11 +109,12 @@ class ConnectionHandler(Protocol):
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer or refuse the query of a command on a member. `peer` is the identity in the member's certificate."""
+        """Answer or refuse the query of a command on a node's machine. `peer` is the identity in the node's
+        certificate."""
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
-        """Handle a piece of a node's answer to a fetch.
+        """Process a piece of a node's answer to a fetch.
 
         Raise `WireError` if the answer has too many bytes or pieces.
         """
@@ -125,7 +125,7 @@ class ConnectionHandler(Protocol):
         ...
 
     def on_connection_lost(self, connection: "Connection", reason: str) -> None:
-        """Record the end of a connection."""
+        """Remove a connection that has ended for `reason`, a text for the log."""
         ...
 
 
@@ -189,9 +189,9 @@ class Connection(LinkEndpoint):
         self.abort(f"no Hello within {UNLINKED_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrollment only.
+        """Split bytes into frames and process them. Bytes of a peer without a certificate go only to its enrollment.
 
-        Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `IllegalEventError`
+        Abort the connection after too many bytes before the Hello, or after an invalid frame. Raise `IllegalEventError`
         for the Hello of a node that has left.
         """
         enrollment = self._enrollment
@@ -345,7 +345,7 @@ class Connection(LinkEndpoint):
         self.close("the query was answered")
 
     def release(self) -> asyncio.Transport:
-        """Return the transport, for another protocol. This connection handles nothing more."""
+        """Return the transport, for use by another protocol. This connection then ignores all events."""
         self._refused = True
         if self._deadline is not None:
             self._deadline.cancel()

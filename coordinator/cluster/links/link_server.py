@@ -3,6 +3,7 @@
 Covers: admission of connections, answers to Hello and to queries, delivery of frames, and pings. Its parts: connections
 of peers (`link_connection`), the table of links (`link_table`), fetches from nodes (`node_fetches`), and the relay of
 model files (`relay`).
+
 Does not cover: permission to link (`link_admission`), the states of a node (`membership`), the effects of its frames
 (`registry`, `router.dispatch.dispatcher`), enrollment itself (`coordinator.joining.enrollment`).
 """
@@ -31,8 +32,8 @@ from wire.identity import NodeId, PeerIdentity
 MAX_UNLINKED = 64
 """Maximum connections without a certificate; a quarter of them from one address.
 
-A peer with a certificate of the cluster does not count. Peers without one therefore cannot exclude a node, even a node
-behind the same address.
+Connections with a certificate of the cluster do not count. Peers without one therefore cannot keep a node out, even a
+node behind the same address.
 """
 PING_INTERVAL_SECONDS = 1.0
 """Seconds between two pings on the links of all nodes."""
@@ -41,7 +42,7 @@ log = structlog.get_logger("coordinator.cluster.links.link_server")
 
 
 class LinkEvents(Protocol):
-    """Handler of the links' events, implemented by the registry."""
+    """Handler of the events of links, implemented by the registry."""
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link of a node and return its sequence number.
@@ -51,7 +52,7 @@ class LinkEvents(Protocol):
         ...
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
-        """Record the end of the link `number` of a node."""
+        """Record the end of the link `number` of a node. `reason` is a text for the log."""
         ...
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
@@ -94,7 +95,7 @@ class LinkServer:
         """Number of links established since the start; `denied`: number of Hellos denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
-        """Listen for nodes with TLS, begin to ping them, and return the port. With port 0 the system chooses one.
+        """Start to listen for nodes with TLS and to ping them. Return the port; if `port` is 0, the system chooses one.
 
         Raise `OSError` if the address cannot be used.
         """
@@ -120,7 +121,8 @@ class LinkServer:
         self._relay.close()
 
     def count_unlinked(self) -> int:
-        """Return the number of open connections that are neither links (yet) nor relays."""
+        """Return the number of open connections that are neither links nor relays. A node that has not sent Hello
+        counts."""
         return len(self._unlinked)
 
     def _send_pings(self) -> None:
@@ -145,14 +147,14 @@ class LinkServer:
         return True
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin the enrollment of a peer at the IP address `address`. Return `Denied` above its rate limit.
+        """Begin the enrollment of a peer at the IP address `address`, or return `Denied` if it is over its rate limit.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """
         return self._enrollments.start_enrollment(address, self._loop.time(), wake)
 
     def call_when_stored(self, callback: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
-        """Call `callback` once all changes so far are on disk. If a write failed, call `on_failure` instead."""
+        """Call `callback` once all earlier changes are on disk. If a write failed, call `on_failure` instead."""
         self._barrier.call_when_stored(callback, on_failure)
 
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
@@ -182,8 +184,8 @@ class LinkServer:
     def answer_query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
         """Answer the query of a command on a node's machine, and close the connection.
 
-        The command authenticates with the certificate of the node, whose identity is `peer`. Refuse a query above the
-        node's budget, or one that `MemberQueries` refuses. The node's link is unaffected.
+        The command uses the certificate of the node, whose identity is `peer`. A query above the node's budget, or one
+        that `MemberQueries` refuses, is denied. The node's link is unaffected.
         """
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(self._loop.time())
@@ -209,14 +211,14 @@ class LinkServer:
         self._relay.add(answer, connection.release(), serves=join.serves)
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
-        """Pass a piece of an answer to the fetch that waits for it. Ignore a piece for which no fetch waits.
+        """Pass a piece of a node's answer to the fetch that waits for it. Ignore a piece for which no fetch waits.
 
         Raise `WireError` if the answer has more bytes than its fetch requested, or too many pieces.
         """
         self._fetches.deliver(node, chunk)
 
     def on_connection_lost(self, connection: Connection, reason: str) -> None:
-        """Remove a closed connection. If it was a link, report its end to the events' handler."""
+        """Remove a closed connection. If it was a link, report its end to the handler of events."""
         self._unlinked.discard(connection)
         if connection.node is None:
             log.info("connection without link closed", peer=connection.address, reason=reason)

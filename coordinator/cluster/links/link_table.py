@@ -13,7 +13,7 @@ from wire.identity import NodeId
 class LinkTable:
     """Open links by node. Frames to a node are sent on its newest link.
 
-    In all methods, `reason` says why a link ends, as text for the log.
+    In all methods, `reason` is a text for the log that explains why a link ends.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LinkTable:
     def add(self, node: NodeId, connection: Connection, hello: Hello) -> None:
         """Make a connection the newest link of a node.
 
-        Retire the older link, if any, at a `takeover` by the same agent instance. Close the older link otherwise.
+        If the node has an older link, retire it at a `takeover` by the same agent instance, and close it otherwise.
         """
         older = self._newest.get(node)
         if older is not None:
@@ -52,7 +52,7 @@ class LinkTable:
         return link is not None and link.send(frame)
 
     def send_to_all(self, frame: Frame) -> None:
-        """Send a frame on the newest link of every node."""
+        """Send a frame to every node, on its newest link."""
         for link in self._newest.values():
             link.send(frame)
 
@@ -74,13 +74,13 @@ class LinkTable:
                 link.close(reason)
 
     def close_link(self, node: NodeId, number: int, reason: str) -> None:
-        """End the link `number` of a node at once, if it is open."""
+        """Abort the link `number` of a node, if it is open."""
         for link in self._list_links():
             if link.node == node and link.number == number:
                 link.abort(reason)
 
     def abort_retired_links(self, node: NodeId, reason: str) -> None:
-        """End the older links of a node at once."""
+        """Abort the older links of a node that newer ones have replaced."""
         for link in [link for link in self._retired if link.node == node]:
             link.abort(reason)
 
@@ -101,5 +101,5 @@ class LinkTable:
         return len(self._retired)
 
     def get_certificate_validity(self) -> dict[NodeId, tuple[float, float]]:
-        """Return the certificate validity of each linked node: issued and expires, in Unix seconds."""
+        """Return the validity of each linked node's certificate: the times of issue and expiry, in Unix seconds."""
         return {node: link.certificate_validity for node, link in self._newest.items()}

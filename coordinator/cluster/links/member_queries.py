@@ -1,4 +1,4 @@
-"""Answers to members that read content of the API over the cluster port, with their node's certificate."""
+"""Answers to members that read parts of the API over the cluster port, with their node's certificate."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -27,8 +27,11 @@ class MemberQueries:
         self._contents = contents
 
     def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
-        """Return the content of an API path as JSON. Return `Denied` to peers that are not members, and for paths that
-        are not offered. `serial` is the serial number of the peer's certificate in hex."""
+        """Return the content of an API path as JSON, or `Denied` with the reason.
+
+        `peer` and `serial` (hex) are identity and serial number of the peer's certificate. Peers that are not members
+        and paths that are not offered are denied.
+        """
         row = self._authentication.authenticate(peer, serial, query.node, query.machine)
         if isinstance(row, Denied):
             return row

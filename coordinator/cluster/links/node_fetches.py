@@ -14,9 +14,9 @@ from wire.identity import NodeId
 FETCH_WINDOW_BYTES = 1024 * 1024
 """Maximum bytes that one `FetchRequest` requests. A longer answer needs several requests."""
 MIN_CHUNK_BYTES = 4096
-"""Minimum average bytes of an answer's pieces: n requested bytes permit at most `n // MIN_CHUNK_BYTES + 2` pieces."""
+"""Minimum average size of an answer's pieces: n requested bytes permit at most `n // MIN_CHUNK_BYTES + 2` pieces."""
 FETCH_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds from a request to the first piece of its answer, and between two pieces. Then the fetch fails."""
+"""Maximum seconds from a request to the first piece of its answer, and between two pieces, before the fetch fails."""
 
 
 class _FetchWindow:
@@ -57,8 +57,8 @@ class NodeFetches:
     async def fetch_source(self, node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, such as `logs`, as fast as the consumer reads.
 
-        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it sends nothing for
-        `FETCH_TIMEOUT_SECONDS`.
+        Raise `LookupError` if the node is not linked or cannot answer. Raise `TimeoutError` if the node sends nothing
+        for `FETCH_TIMEOUT_SECONDS`.
         """
         offset, left = -max_bytes, max_bytes
         while left > 0:
@@ -74,10 +74,10 @@ class NodeFetches:
     async def follow_source(
         self, node: NodeId, source: str, max_bytes: int, interval_seconds: float
     ) -> AsyncGenerator[bytes]:
-        """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
+        """Yield the newest `max_bytes` bytes of a node's `source`, then appended bytes, without end.
 
-        Each poll reads at most `FETCH_WINDOW_BYTES`. The iterator does not end. Raise `LookupError` if the node is not
-        linked or cannot answer, `TimeoutError` if it sends nothing for `FETCH_TIMEOUT_SECONDS`.
+        The node is polled every `interval_seconds`, for at most `FETCH_WINDOW_BYTES`. Raise `LookupError` if the node
+        is not linked or cannot answer. Raise `TimeoutError` if the node sends nothing for `FETCH_TIMEOUT_SECONDS`.
         """
         offset = -max_bytes
         while True:

@@ -22,32 +22,32 @@ from wire.units import MIB
 
 MAX_BYTES_PER_SECOND = 64.0 * MIB
 JOIN_TIMEOUT_SECONDS = 5.0
-"""Maximum seconds for which a node that gets files waits for a connection of the node that serves."""
+"""Maximum seconds for which a connection of a receiving node waits for a connection of the serving node."""
 MAX_WAITING = 8
-"""Maximum waiting connections of a transfer, separately for the node that serves and for the nodes that get files."""
+"""Maximum waiting connections of a transfer, counted separately for the serving node and the receiving nodes."""
 MAX_STREAMS = 64
 """Maximum number of relay connections of all transfers together."""
 RETRY_SECONDS = 2.0
-"""`retry_after` of a refused connection, in seconds."""
+"""Seconds until a refused connection may retry, as `retry_after` of the denial."""
 
 
 class RelayPace:
-    """Common rate of all relays, in bytes per second. Times are monotonic seconds."""
+    """Rate limit that all relays share, in bytes per second. Times are monotonic seconds."""
 
     def __init__(self, rate: float = MAX_BYTES_PER_SECOND) -> None:
         self._rate = rate
         self._due = 0.0
 
     def charge(self, size: int, now: float) -> float:
-        """Count `size` bytes that a connection received at `now`. Return the seconds for which it must not be read."""
+        """Count `size` bytes that a connection received at `now`. Return for how many seconds it must not be read."""
         self._due = max(self._due, now) + size / self._rate
         return self._due - now
 
 
 class RelayStream(asyncio.Protocol):
-    """One of the two connections of a relay. Received bytes are copied to its peer after `join`.
+    """One of the two connections of a relay. After `join`, received bytes are copied to its peer.
 
-    `on_end(stream)` is called once, when the connection has ended.
+    `pace` is the common rate limit. `on_end` is called once, with this stream, when the connection has ended.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RelayStream(asyncio.Protocol):
         self._timeout: asyncio.TimerHandle | None = None
 
     def start_timeout(self, denied: Denied) -> None:
-        """Refuse the connection after JOIN_TIMEOUT_SECONDS, unless it is joined before."""
+        """Send `denied` and close the connection after JOIN_TIMEOUT_SECONDS, unless it is joined before."""
         self._timeout = self._loop.call_later(JOIN_TIMEOUT_SECONDS, self.refuse, denied)
 
     def refuse(self, denied: Denied) -> None:
@@ -72,19 +72,20 @@ class RelayStream(asyncio.Protocol):
         self._transport.close()
 
     def join(self, peer: "RelayStream") -> None:
-        """Copy between this connection and `peer` from now on, after RelayJoined on both."""
+        """Send RelayJoined on this connection and on `peer`, and copy bytes between both from then on."""
         for stream, other in ((self, peer), (peer, self)):
             stream.set_peer(other)
 
     def set_peer(self, peer: "RelayStream") -> None:
-        """Send RelayJoined, and copy received bytes to `peer`."""
+        """Send RelayJoined on this connection, and copy its received bytes to `peer`."""
         self._peer = peer
         if self._timeout is not None:
             self._timeout.cancel()
         self._transport.write(encode(RelayJoined()))
 
     def data_received(self, data: bytes) -> None:
-        """Copy bytes to the peer, and delay the next read by the common rate. Abort a connection without a peer."""
+        """Copy bytes to the peer, and delay the next read as the common rate requires. Abort a connection without a
+        peer."""
         if self._peer is None:
             self._transport.abort()
             return
@@ -105,19 +106,19 @@ class RelayStream(asyncio.Protocol):
         self._update_reading()
 
     def pause_writing(self) -> None:
-        """Stop reading the peer, because the node of this connection is slower."""
+        """Stop reading from the peer, because the node of this connection receives more slowly."""
         if self._peer is not None:
             self._peer.hold_reading(full=True)
 
     def resume_writing(self) -> None:
-        """Read the peer again, because the node of this connection has received enough bytes."""
+        """Resume reading from the peer, because the node of this connection has received enough bytes."""
         if self._peer is not None:
             self._peer.hold_reading(full=False)
 
     def hold_reading(self, *, full: bool) -> None:
-        """Stop reading from the node of this connection if the buffer of the peer is `full`.
+        """Stop reading from the node of this connection if the peer's write buffer is `full`, else resume.
 
-        Otherwise read again, as soon as the common rate permits.
+        Reading resumes as soon as the common rate permits.
         """
         self._peer_is_full = full
         self._update_reading()
@@ -131,11 +132,11 @@ class RelayStream(asyncio.Protocol):
             self._transport.resume_reading()
 
     def close(self) -> None:
-        """Close the connection once its bytes are sent."""
+        """Close the connection after its buffered bytes are sent."""
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the peer, and call `on_end`."""
+        """Close the peer's connection, and call `on_end`."""
         for timer in (self._timeout, self._delay):
             if timer is not None:
                 timer.cancel()
@@ -146,7 +147,7 @@ class RelayStream(asyncio.Protocol):
 
 @dataclass(slots=True, eq=False)
 class RelayTransfer:
-    """Transfer that may be relayed, with its waiting connections."""
+    """Transfer of model files that may be relayed, with its waiting connections."""
 
     token: bytes
     server: NodeId
@@ -160,13 +161,13 @@ class RelayTransfer:
 
 
 class RelayTransfers:
-    """Transfers that the coordinator relays, by their tokens."""
+    """Transfers that the coordinator relays, found by their tokens."""
 
     def __init__(self) -> None:
         self._transfers: list[RelayTransfer] = []
 
     def open(self, token: str, server: NodeId, clients: frozenset[NodeId]) -> None:
-        """Relay files from `server` to `clients` over connections with this token."""
+        """Permit the relay of files from `server` to `clients` over connections with this token."""
         self._transfers.append(RelayTransfer(token.encode(), server, clients))
 
     def close(self, token: str) -> None:
@@ -181,7 +182,7 @@ class RelayTransfers:
                 stream.close()
 
     def find(self, node: NodeId, join: JoinRelay) -> RelayTransfer | None:
-        """Return the transfer of a connection of `node`; None if there is none, or if the node has no part in it."""
+        """Return the transfer for a connection of `node`; None if there is none, or if the node has no part in it."""
         transfer = self._find(join.token)
         if transfer is None:
             return None
@@ -195,9 +196,9 @@ class RelayTransfers:
 
 
 class RelayServer:
-    """Server that joins the connections of the transfers on one event loop, and copies their bytes.
+    """Server that pairs the connections of transfers, on one event loop, and copies their bytes.
 
-    `authentication` decides which nodes are members. `rate` is the maximum of all relays, in bytes per second.
+    `authentication` decides which nodes are members. `rate` is the maximum of all relays together, in bytes per second.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class RelayServer:
         self._streams: set[RelayStream] = set()
 
     def admit(self, peer: PeerIdentity, serial: str, join: JoinRelay) -> RelayTransfer | Denied:
-        """Return the transfer of a connection, or `Denied` with the reason.
+        """Return the transfer for a connection, or `Denied` with the reason.
 
         `peer` is the identity in its certificate, and `serial` the serial number of the certificate in hex.
         """
@@ -226,9 +227,10 @@ class RelayServer:
         return transfer
 
     def add(self, transfer: RelayTransfer, transport: asyncio.Transport, *, serves: bool) -> None:
-        """Take over an admitted connection: join it with a waiting connection, or add it to the waiting connections.
+        """Handle an admitted connection: pair it with a waiting connection, or let it wait for one.
 
-        A connection of a node that gets files waits at most JOIN_TIMEOUT_SECONDS, and is refused then.
+        `serves` is whether it comes from the serving node. A connection of a receiving node waits at most
+        JOIN_TIMEOUT_SECONDS, and is then refused.
         """
         stream = RelayStream(transport, self._pace, lambda ended: self._remove(transfer, ended))
         self._streams.add(stream)
