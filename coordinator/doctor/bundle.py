@@ -2,9 +2,9 @@
 
 A log can quote anything, hence hiding text that resembles a secret is not enough: a prompt has no recognizable form.
 The archive is therefore built from allowed content. From a log event it takes time, level, logger, the event's name if
-this project logs it, numbers, booleans, and a few named texts. All other texts are omitted and counted. From an
-exception it takes the stack locations and the type, never the message. Foreign lines are counted and omitted. The
-result also passes the secret filter of the logs.
+this project logs it, numbers, booleans, and a few named texts. All other texts are replaced by `OMITTED`. From an
+exception it takes the stack locations and the type, never the message. Lines that are no event of this project are
+omitted and counted. The result also passes the secret filter of the logs.
 
 Invariants: no file of the state folder is copied unchanged. No file with a secret is read (identity, authority, pepper,
 run.json, database). The archive has mode 0600.
@@ -24,7 +24,7 @@ from host.private_files import write_private
 from host.redaction import HIDDEN, hide_secrets, redact_fields
 
 MAX_LOG_BYTES = 512 * 1024
-"""Bytes read from the end of each log."""
+"""Maximum bytes that are read from the end of each log."""
 MAX_LINES = 2000
 """Maximum events of each log in the archive."""
 OMITTED = "[omitted]"
@@ -55,7 +55,7 @@ KEPT_FIELDS = frozenset(
         "severity",
     }
 )
-"""Text fields of an event that are kept if their value has at most 64 letters, digits or characters of `.:+-_`.
+"""Text fields of an event that are kept if their value has at most 64 characters: letters, digits or `.:+-_`.
 
 Of all other fields, only numbers, booleans and null are kept.
 """
@@ -74,7 +74,7 @@ Review it before you send it: it contains names of machines and models.
 
 @cache
 def find_own_events() -> frozenset[str]:
-    """Return the names of all log events of this project. The names are read from its source code, to stay current."""
+    """Return the names of all log events of this project, read from its source code."""
     events: set[str] = set()
     for name in OWN_PACKAGES:
         package = find_spec(name)
@@ -85,8 +85,10 @@ def find_own_events() -> frozenset[str]:
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
-    """Return the fields of one log line in JSON, with `OMITTED` for texts that are not allowed. Return None if the line
-    is not a JSON object."""
+    """Return the fields of one log line in JSON, with `OMITTED` in place of texts that are not allowed.
+
+    Return None if the line is not a JSON object.
+    """
     try:
         record: Any = json.loads(line)
     except ValueError:
@@ -123,7 +125,7 @@ def _filter_exception(exception: str) -> str:
 
 
 def render_log(lines: Iterable[str]) -> str:
-    """Return the newest `MAX_LINES` events of a log, as one JSON object per line with allowed fields.
+    """Return the newest `MAX_LINES` events of a log, one JSON object with allowed fields per line.
 
     The last line has the number of omitted lines.
     """
@@ -152,7 +154,7 @@ def _parse_console_event(line: str) -> dict[str, Any] | None:
 
 
 def read_newest_lines(file: Path) -> list[str]:
-    """Return the complete lines in the last `MAX_LOG_BYTES` of a log; an empty list if the file cannot be read."""
+    """Return the complete lines in the last `MAX_LOG_BYTES` bytes of a log; empty if the file cannot be read."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
@@ -164,7 +166,7 @@ def read_newest_lines(file: Path) -> list[str]:
 
 
 def redact_value(value: object, home: str) -> Any:
-    """Return a value (JSON) with possible secrets redacted at any depth, and the home folder in paths as `~`."""
+    """Return a JSON value with possible secrets redacted at any depth, and with `~` for the home folder `home`."""
     if isinstance(value, str):
         return hide_secrets(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
@@ -178,7 +180,7 @@ def redact_value(value: object, home: str) -> Any:
 def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`.
 
-    The same holds for texts in lists, and for names and texts in tables.
+    Texts in lists, and names and texts in tables, are redacted likewise.
     """
     return {row["key"]: {"value": _redact_setting(row["value"]), "origin": row["origin"]} for row in rows}
 
@@ -195,8 +197,8 @@ def _redact_setting(value: object) -> object:
 def write_bundle(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
     """Write the archive (tar.gz, mode 0600) and return the names of its files.
 
-    `contents` has JSON values by file name. `logs` are the files from which events are taken; a missing or empty one is
-    omitted. `home` is the home folder, which is redacted. Raise `OSError` if the archive cannot be written.
+    `contents` has JSON values by file name. `logs` are the files from which events are taken; a missing or empty file
+    is omitted. `home` is the home folder, which is redacted. Raise `OSError` if the archive cannot be written.
     """
     parts = {"README.txt": README}
     parts |= {

@@ -1,7 +1,7 @@
 """Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
 Every check uses one `HostProbe` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
-parameters. Every tool, connection and request has a timeout, and none raises because something is missing.
+parameters. Every tool, connection and request has a timeout. A missing tool, file or coordinator never raises an error.
 """
 
 import json
@@ -25,7 +25,7 @@ from host.subprocesses import run_process
 TOOL_TIMEOUT_SECONDS = 2.5
 """Maximum duration of a tool's run, in seconds."""
 CHILD_MARGIN_SECONDS = 0.7
-"""Seconds between the end of a child process's time limit and the time limit of all checks."""
+"""Seconds by which the time limit of a child process is below the time limit of all checks."""
 DIAL_TIMEOUT_SECONDS = 1.5
 ANSWER_TIMEOUT_SECONDS = 2.5
 
@@ -45,11 +45,14 @@ class ToolOutput:
 
 
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
-"""Function that runs a tool with a timeout in seconds. The result is None if the tool is missing or did not end."""
-Dial = Callable[[str, int], int]
-"""Function that connects to a host and port by TCP, then disconnects.
+"""Function that runs a command for at most a number of seconds.
 
-The result is 0, the errno of the failure, or -1 after a timeout or for a failure without errno.
+The result is None if the tool is missing or does not end in time.
+"""
+Dial = Callable[[str, int], int]
+"""Function that connects to a host and port by TCP, and then disconnects.
+
+The result is 0 on success, the errno of a failure, or -1 after a timeout or for a failure without errno.
 """
 
 
@@ -65,7 +68,7 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
 def dial_tcp(host: str, port: int) -> int:
     """Connect to a host and port by TCP, for at most `DIAL_TIMEOUT_SECONDS`, and disconnect.
 
-    Return 0, the errno of the failure, or -1 after a timeout or for a failure without errno.
+    Return 0 on success, the errno of a failure, or -1 after a timeout or for a failure without errno.
     """
     try:
         socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
@@ -77,9 +80,9 @@ def dial_tcp(host: str, port: int) -> int:
 
 
 class Lazy(Generic[T]):
-    """Value that is computed by `make` at its first use. Several threads may use it; only one computes it.
+    """Value that `make` computes at its first use. Several threads may use it, and only one of them computes it.
 
-    If `make` raises an error, the error is passed on, and the next use calls `make` again.
+    If `make` raises an error, the error is raised, and the next use calls `make` again.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -88,7 +91,7 @@ class Lazy(Generic[T]):
         self._values: list[T] = []
 
     def __call__(self) -> T:
-        """Return the value. Compute it in the first call; concurrent calls wait."""
+        """Return the value. The first call computes it, while concurrent calls wait."""
         with self._lock:
             if not self._values:
                 self._values.append(self._make())
@@ -110,11 +113,11 @@ class HostProbe:
     dial: Dial = dial_tcp
     """Function that connects to a host and port by TCP."""
     root: Path = Path("/")
-    """Folder that takes the place of `/`."""
+    """Folder that is used in place of `/`."""
     get_power: Callable[[], PowerState] = read_power
     """Function that reads power source and battery."""
     timeout_seconds: float = 4.5
-    """Seconds from the common start of all checks after which an unfinished check is abandoned."""
+    """Time limit of all checks, in seconds from their common start. A check that has not ended is then abandoned."""
     list_addresses: Callable[[], list[str]] = list_addresses
     """Function that lists the addresses of this machine on the local network."""
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
@@ -150,23 +153,23 @@ class HostProbe:
 
     @property
     def has_cluster(self) -> bool:
-        """Whether the state folder holds the state of a coordinator."""
+        """Whether the state folder contains the state of a coordinator."""
         return (self.state / "cluster.db").exists()
 
     @property
     def has_node(self) -> bool:
-        """Whether a node joined from the state folder."""
+        """Whether a node has joined from the state folder."""
         return (self.state / "node" / "identity" / "identity.json").exists()
 
     def run_tool(self, *command: str) -> str:
-        """Return the standard output of a system tool; empty if it is missing, fails, or does not end in time."""
+        """Run a command and return its standard output; empty if it is missing, fails, or does not end in time."""
         result = self.run(command, TOOL_TIMEOUT_SECONDS)
         return result.text if result is not None and result.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
-        """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message.
+        """Send a GET request to the coordinator's API. Return its answer, or exit code and message of a failure.
 
-        That includes an answer that takes longer than `ANSWER_TIMEOUT_SECONDS`.
+        An answer that takes longer than `ANSWER_TIMEOUT_SECONDS` is a failure.
         """
         try:
             return CoordinatorAnswer(self.session.request_json("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
@@ -191,7 +194,7 @@ class HostProbe:
         return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None
 
     def find_variables(self, *names: str) -> list[str]:
-        """Return the `names` that are set as environment variables, in upper or lower case, and not empty."""
+        """Return those of `names` whose environment variable is set and not empty, in upper or lower case."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
 
@@ -202,6 +205,6 @@ class CoordinatorAnswer:
     value: dict[str, Any] | None
     """JSON of the answer; None after a failure."""
     code: int = 0
-    """Exit code for the failure; 0 without one."""
+    """Exit code of the failure; 0 without one."""
     problem: str = ""
     """Message of the failure; empty without one."""

@@ -1,6 +1,6 @@
-"""Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service.
+"""Checks of this machine alone: system, Python, MLX, memory, disk, files, and macOS's treatment of a service.
 
-Checks of settings that only macOS has do not apply to other systems. A check that cannot read its values usually warns.
+Checks of macOS settings do not apply to other systems. A check that cannot read its values usually warns.
 """
 
 import os
@@ -22,16 +22,16 @@ NO_POWER_SOURCE = "this system does not report its power source"
 ONLY_MACOS = "only on macOS"
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 MIN_MODEL_DISK_BYTES = 20 * GIB
-"""Free bytes on a disk of models below which the next download may fail."""
+"""Minimum free bytes on a disk of models. With less, the next download may fail, and the check warns."""
 MIN_STATE_DISK_BYTES = GIB
-"""Free bytes on the disk of the state folder below which the check fails."""
+"""Minimum free bytes on the disk of the state folder. With less, the check fails."""
 MIN_OPEN_FILES = 1024
 """Hard limit of open files below which `check_open_files` warns."""
 MAX_PANIC_AGE_DAYS = 30
 
 
 def check_system(here: HostProbe) -> Finding:
-    """Check the version of the operating system. Fail below `MIN_MACOS_VERSION`. Any system but macOS is ok."""
+    """Check the version of the operating system. Fail for macOS below `MIN_MACOS_VERSION`. Accept any other system."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
     version, build = macos_tool_output.parse_version(here.run_tool("/usr/bin/sw_vers"))
@@ -46,7 +46,7 @@ def check_system(here: HostProbe) -> Finding:
 
 
 def check_python(here: HostProbe) -> Finding:
-    """Check that the interpreter is native and supported, else fail. Warn about one that Xcode replaces."""
+    """Check that the interpreter is native and supported; fail otherwise. Warn about one that belongs to the system."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
         translated = here.run_tool("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
@@ -67,9 +67,10 @@ def check_python(here: HostProbe) -> Finding:
 
 
 def check_mlx(here: HostProbe) -> Finding:
-    """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac. Fail otherwise.
+    """Check that MLX is installed, can be loaded, and uses Metal on a Mac. Fail otherwise.
 
-    Warn if the process that loads MLX fails or is late. The check does not apply without MLX on a machine without node.
+    Warn if the process that loads MLX fails or does not end in time. The check does not apply to a machine without MLX
+    and without a node.
     """
     device = here.read_device()
     if device is None:
@@ -88,7 +89,7 @@ def check_mlx(here: HostProbe) -> Finding:
 
 
 def check_wired_limit(here: HostProbe) -> Finding:
-    """Check Metal's wired limit. Fail above the highest safe value of this machine; warn if it limits the cap."""
+    """Check Metal's wired limit. Fail above this machine's highest safe value. Warn if the limit determines the cap."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     inspection = here.read_inspection()
@@ -148,10 +149,10 @@ def check_memory(here: HostProbe) -> Finding:
 
 
 def check_disk(here: HostProbe) -> Finding:
-    """Check the free space on the disks of the model folders and the state folder.
+    """Check the free space on the disks of the model folders and of the state folder.
 
-    Warn below `MIN_MODEL_DISK_BYTES` for models and if a model folder is missing, fail below `MIN_STATE_DISK_BYTES` for
-    the state folder. If the node's inspection did not answer, only the state folder is checked.
+    Warn below `MIN_MODEL_DISK_BYTES` for models, and if a model folder is missing. Fail below `MIN_STATE_DISK_BYTES`
+    for the state folder. If the node's inspection did not answer, only the state folder is checked.
     """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
@@ -198,8 +199,10 @@ MAX_FILES_SEARCHED = 5000
 
 
 def check_files(here: HostProbe) -> Finding:
-    """Check that secret files of the state folder, if any, are private, and that they belong to this user. Fail
-    otherwise. Root may run the check for the files of another user."""
+    """Check that the secret files of the state folder are private and belong to this user. Fail otherwise.
+
+    Root may check the files of another user. The check does not apply without a state folder.
+    """
     if not here.state.exists():
         return not_here(f"there is no state folder {_shorten_path(here.state)}")
     secrets = list(_find_secret_files(here.state))
@@ -242,9 +245,9 @@ def _is_readable_by_others(path: Path) -> bool:
 
 
 def check_firewall(here: HostProbe) -> Finding:
-    """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt.
+    """Check that macOS's application firewall does not block this Python. Fail if it does.
 
-    Fail if it is blocked. Warn if a coordinator's Python has no entry in the firewall.
+    Warn if the Python of a coordinator has no entry in the firewall, because macOS shows no prompt for a service.
     """
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -275,8 +278,7 @@ def check_firewall(here: HostProbe) -> Finding:
 
 
 def check_sleep(here: HostProbe) -> Finding:
-    """Check the sleep settings, because a sleeping Mac serves no requests. Warn if it may sleep, does not wake for the
-    network, or does not restart after a power failure. A laptop is ok with any settings."""
+    """Check the sleep settings of a Mac that is not a laptop. Warn if it may sleep, or would not wake or restart."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     settings = macos_tool_output.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
@@ -298,8 +300,7 @@ def check_sleep(here: HostProbe) -> Finding:
 
 
 def check_power(here: HostProbe) -> Finding:
-    """Check that this machine is on mains power, and that the lid of a laptop is open. Warn otherwise, but only on a
-    Mac. The check does not apply to another system that does not report its power source."""
+    """Warn if a Mac is not on mains power, or if the lid of a laptop is closed. Other systems are only reported."""
     now = here.get_power()
     if now.plugged is None:
         return (
@@ -320,7 +321,7 @@ def check_power(here: HostProbe) -> Finding:
 
 
 def check_filevault(here: HostProbe) -> Finding:
-    """Check FileVault, and warn if it is on, because a Mac that waits for the disk's password runs no service."""
+    """Warn if FileVault is on, because a Mac that waits for the password of its disk runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos_tool_output.parse_filevault(here.run_tool("/usr/bin/fdesetup", "status"))
@@ -335,8 +336,7 @@ def check_filevault(here: HostProbe) -> Finding:
 
 
 def check_panics(here: HostProbe) -> Finding:
-    """Check for reports of kernel panics in the last `MAX_PANIC_AGE_DAYS` days. Fail if one names the GPU's memory;
-    warn about any other."""
+    """Check for kernel panics in the last `MAX_PANIC_AGE_DAYS` days. Fail if one names the GPU's memory, else warn."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 NO_ROUTE = 65
-"""EHOSTUNREACH on macOS: the immediate result of a connection that local network privacy blocks."""
+"""EHOSTUNREACH on macOS: the immediate error of a connection that local network privacy blocks."""
 REFUSED = (61, 111)
 """ECONNREFUSED, on macOS and on Linux: the machine exists and answers."""
 MIN_MACOS_VERSION = 14
@@ -17,28 +17,28 @@ MIN_MACOS_VERSION = 14
 
 MAX_PANIC_CHARS = 120
 GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"
-"""Regular expression for reports of panics that the GPU or wired memory caused (https://github.com/ml-explore/mlx/issues/3186)."""
+"""Regular expression for panics of the GPU or wired memory (https://github.com/ml-explore/mlx/issues/3186)."""
 
 
 def parse_version(listing: str) -> tuple[str, str]:
-    """Return version and build from the output of `sw_vers`; empty texts if they are missing."""
+    """Return the version and build of macOS from the output of `sw_vers`; empty texts if they are missing."""
     fields = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
     return fields.get("ProductVersion", ""), fields.get("BuildVersion", "")
 
 
 def parse_power_settings(listing: str) -> dict[str, int]:
-    """Return the numeric settings in the output of `pmset -g`, by name. `sleep` is in minutes; switches are 0 or 1."""
+    """Return the numeric settings in the output of `pmset -g`, by name. `sleep` is in minutes; a switch is 0 or 1."""
     return {name: int(value) for name, value in re.findall(r"^ ?(\w+)\s+(\d+)\b", listing, re.MULTILINE)}
 
 
 def parse_firewall(listing: str) -> bool | None:
-    """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on; None if there is no state."""
+    """Return whether the application firewall is on, from `socketfilterfw --getglobalstate`; None if unknown."""
     match = re.search(r"State = (\d)", listing)
     return None if match is None else match[1] != "0"
 
 
 def parse_block_all(listing: str) -> bool | None:
-    """Parse `socketfilterfw --getblockall`: whether the firewall blocks all incoming connections.
+    """Return whether the firewall blocks all incoming connections, from `socketfilterfw --getblockall`.
 
     Return None if the output does not mention this setting.
     """
@@ -49,7 +49,7 @@ def parse_block_all(listing: str) -> bool | None:
 
 
 def parse_blocked(listing: str, program: str) -> bool | None:
-    """Parse `socketfilterfw --listapps`: whether the firewall blocks a program (path); None if it is not listed."""
+    """Return whether the firewall blocks a program (path), from `socketfilterfw --listapps`; None if not listed."""
     lines = listing.splitlines()
     for line, after in pairwise(lines):
         if program in line:
@@ -58,25 +58,25 @@ def parse_blocked(listing: str, program: str) -> bool | None:
 
 
 def parse_filevault(listing: str) -> bool | None:
-    """Parse `fdesetup status`: whether FileVault is on; None if the output has no state."""
+    """Return whether FileVault is on, from the output of `fdesetup status`; None if the output has no state."""
     match = re.search(r"FileVault is (On|Off)", listing)
     return None if match is None else match[1] == "On"
 
 
 def parse_lid(listing: str) -> bool | None:
-    """Parse `ioreg -r -k AppleClamshellState`: whether the lid is closed; None without a lid."""
+    """Return whether the lid is closed, from `ioreg -r -k AppleClamshellState`; None if there is no lid."""
     match = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
     return None if match is None else match[1] == "Yes"
 
 
 def parse_gateway(listing: str) -> str | None:
-    """Return the address of the gateway from the output of `route -n get default`; None without one."""
+    """Return the address of the gateway from the output of `route -n get default`; None if there is none."""
     match = re.search(r"gateway:\s+(\S+)", listing)
     return None if match is None else match[1]
 
 
 def parse_neighbours(listing: str, gateway: str | None) -> list[str]:
-    """Return the IPv4 addresses in the output of `arp -an`, without the gateway, broadcast and multicast."""
+    """Return the IPv4 addresses in the output of `arp -an`, except the gateway, broadcast and multicast."""
     addresses = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
     return [
         address
@@ -87,17 +87,19 @@ def parse_neighbours(listing: str, gateway: str | None) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Reachability:
-    """Results of TCP connections in the local network: 0, an errno, or -1 after a timeout or a failure without
-    errno."""
+    """Results of TCP connections in the local network.
+
+    A result is 0 on success, an errno, or -1 after a timeout or for a failure without errno.
+    """
 
     gateway: int | None
-    """Result for the gateway; None if not tried."""
+    """Result for the gateway; None if no connection was tried."""
     others: tuple[tuple[str, int], ...]
-    """Address and result for each other machine that was tried."""
+    """Address and result of each other machine to which a connection was tried."""
 
 
 def is_answer(code: int | None) -> bool:
-    """Return whether a machine answered. `code` is a result in `Reachability`. A refused connection is an answer."""
+    """Return whether a result in `Reachability` means that a machine answered. A refused connection is an answer."""
     return code == 0 or code in REFUSED
 
 
@@ -115,7 +117,7 @@ def find_responsible_program(environ: "dict[str, str]") -> str:
     """Return the name of the program, SSH session or launchd job that started a process with this environment.
 
     macOS applies the permissions of that program. Return "the program that started this" if the environment does not
-    show it.
+    name it.
     """
     if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
         return f"the launchd job {environ['XPC_SERVICE_NAME']}"
@@ -135,13 +137,13 @@ def find_responsible_program(environ: "dict[str, str]") -> str:
 def is_exempt(environ: "dict[str, str]") -> bool:
     """Return whether a process with this environment needs no permission for the local network (TN3179).
 
-    True for processes started from Terminal or an SSH session.
+    That is the case if Terminal or an SSH session started it.
     """
     return find_responsible_program(environ) in ("Terminal", "the SSH session")
 
 
 def parse_panic(report: str) -> tuple[str, bool]:
-    """Return the message of a panic report (empty if there is none), and whether the message names the GPU's memory.
+    """Return the message of a panic report (empty if it has none), and whether the message names the GPU's memory.
 
     The rest of the report is ignored, because every report lists the GPU's driver among the loaded kernel extensions.
     """

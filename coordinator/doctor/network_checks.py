@@ -16,7 +16,7 @@ BONJOUR_PORT = 5353
 BONJOUR_GROUPS = {socket.AF_INET: "224.0.0.251", socket.AF_INET6: "ff02::fb"}
 """Multicast group of Bonjour by address family."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
-"""Maximum wait for the own query to return, in seconds."""
+"""Maximum seconds until a query to Bonjour's group returns to this machine."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
@@ -24,7 +24,7 @@ def check_local_network(here: HostProbe) -> Finding:
     """Check that macOS's local network privacy does not block this process, which would resemble a network fault.
 
     Fail if it does (`macos_tool_output.is_blocked`). Warn if no other machine answers. The check does not apply if no
-    other machine is known, and on other systems.
+    other machine is known, or to other systems.
     """
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
@@ -65,7 +65,7 @@ def _describe_result(code: int | None) -> str:
 
 
 def check_bonjour(here: HostProbe) -> Finding:
-    """Check that a query to Bonjour's group and port returns to this machine. Warn otherwise: Bonjour is optional."""
+    """Check that a query to Bonjour's multicast group returns to this machine. Warn otherwise: Bonjour is optional."""
     question = (
         b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
         + os.urandom(4).hex().encode()
@@ -123,7 +123,7 @@ def _wait_for_query(line: socket.socket, question: bytes) -> bool:
 
 
 def check_proxy(here: HostProbe) -> Finding:
-    """Check that no proxy is set, or that NO_PROXY is set. Warn otherwise: pool requests must not use a proxy."""
+    """Check that no proxy is set, or that NO_PROXY is set. Warn otherwise, because pool requests need no proxy."""
     variables = here.find_variables(*PROXIES)
     if variables and not here.find_variables("NO_PROXY"):
         return warn(

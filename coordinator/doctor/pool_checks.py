@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from wire.certificate import Certificate
 
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
-"""Differences of the clocks, in seconds: above the first the check warns, above the second it fails."""
+"""Differences of the clocks, in seconds, above which the check warns and fails."""
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
-"""Remaining validity of a certificate below which the check warns."""
+"""Remaining validity of a certificate, in seconds, below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
-"""Maximum bytes that are read from the end of a log."""
+"""Maximum bytes that the checks read from the end of a log."""
 SET_CLOCK = "set the clock: certificates and tokens depend on it (System Settings > Date & Time)"
-"""Next step after a wrong clock."""
+"""Next step for a wrong clock."""
 NO_INSPECTION = "the node's inspection failed or did not answer in time"
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
@@ -36,7 +36,7 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster 
 def check_settings(here: HostProbe) -> Finding:
     """Check config.toml and the environment as a start would read them.
 
-    Fail if a setting is invalid. Warn if a running process uses another value than the file has, or if the settings
+    Fail if a setting is invalid. Warn if a running process uses another value than config.toml has, or if the settings
     could not be inspected.
     """
     from coordinator.client.config_inspect import inspect_settings, read_running_settings
@@ -75,8 +75,8 @@ def check_settings(here: HostProbe) -> Finding:
 def check_coordinator(here: HostProbe) -> Finding:
     """Check whether the coordinator answers. Fail otherwise, and mark an answer of another peer as `intercepted`.
 
-    Use the endpoint of a known coordinator, or the addresses that the node stored (`assess_dials`). Warn if the node's
-    inspection did not answer. The check does not apply to a machine without a cluster.
+    The check uses the endpoint of a known coordinator, or the addresses that the node stored (`assess_dials`). Warn if
+    the node's inspection did not answer. The check does not apply to a machine without a cluster.
     """
     inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
@@ -111,7 +111,7 @@ def _check_endpoint(here: HostProbe) -> Finding:
 def assess_dials(dialled: Sequence[dict[str, Any]]) -> Finding:
     """Return the finding for connections to the coordinator's addresses that a node stored.
 
-    `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator, else a
+    `dialled` are the rows of `node.inspect.report`. The finding is ok if a peer proved to be the coordinator, else a
     failure. The failure is `intercepted` if a peer proved to be another process.
     """
     text = "; ".join(f"{dial['address']}: {_describe_dial(dial)}" for dial in dialled) or "no address is stored"
@@ -143,10 +143,10 @@ def _describe_dial(dial: dict[str, Any]) -> str:
 
 
 def check_certificates(here: HostProbe) -> Finding:
-    """Check the expiry of this machine's certificates and of the one that the coordinator presented.
+    """Check the expiry of this machine's certificates and of the certificate that the coordinator presented.
 
-    Warn if one expires within `EXPIRES_SOON_SECONDS`. Fail if one has expired. Unreadable certificates are left out;
-    without any other the check does not apply.
+    Warn if one expires within `EXPIRES_SOON_SECONDS`. Fail if one has expired. Unreadable certificates are ignored. The
+    check does not apply without a readable one.
     """
     lives = _read_expiries(here)
     if not lives:
@@ -203,10 +203,11 @@ def _read_authority(here: HostProbe) -> "dict[str, Certificate]":
 
 
 def check_clock(here: HostProbe) -> Finding:
-    """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log.
+    """Check this machine's clock against the coordinator's.
 
-    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. Fail as well if the CA's certificate is not yet
-    valid by the clock of the coordinator's machine. The check does not apply without a known difference.
+    The difference comes from the coordinator's API, or from the last link in the node's log. Warn above
+    `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. Fail as well if the CA's certificate on this machine is not
+    valid yet. The check does not apply without a known difference.
     """
     authority = _read_authority(here).get("authority")
     if authority is not None:
@@ -280,7 +281,7 @@ def check_protocol(here: HostProbe) -> Finding:
 
 
 def check_identity(here: HostProbe) -> Finding:
-    """Check that the node's identity was created on this machine. Fail if it was copied or cannot be read.
+    """Check that the node's identity was created on this machine. Fail if the identity was copied or cannot be read.
 
     Warn if the node's inspection did not answer. The check does not apply without a node.
     """
@@ -300,7 +301,7 @@ def check_identity(here: HostProbe) -> Finding:
 def check_video(here: HostProbe) -> Finding:
     """Check that the ports of this Mac's Ray are free. Fail if one is in use, unless this node has ever started Ray.
 
-    Ray of this node may then use them itself. The check does not apply if video is not enabled, if Ray is not
+    The ports may then be in use by this node's own Ray. The check does not apply if video is not enabled, if Ray is not
     installed, or if the node's inspection did not answer.
     """
     from importlib.metadata import PackageNotFoundError, version
@@ -338,7 +339,7 @@ def _is_port_taken(port: int) -> bool:
 def check_log_errors(here: HostProbe) -> Finding:
     """Check that the logs of coordinator and node have no errors in the last hour. Warn otherwise.
 
-    Of each log, only the last `MAX_TAIL_BYTES` bytes are read. A log that cannot be read counts as one without errors.
+    Only the last `MAX_TAIL_BYTES` bytes of each log are read. A log that cannot be read counts as one without errors.
     """
     folder = here.state / "logs"
     if not folder.is_dir():

@@ -1,7 +1,7 @@
-"""Concurrent run of all checks with a time limit; the findings come in the order of `CHECKS`.
+"""Concurrent run of all checks with a time limit. Findings are in the order of `CHECKS`.
 
-A check that hangs becomes a finding, and the doctor continues without it. Threads are daemons, because a thread blocked
-in the kernel on a dead disk must not keep the command from ending.
+A check that hangs becomes a finding, and the doctor continues without it. Threads are daemons, because a thread that is
+blocked in the kernel on a dead disk must not keep the command from ending.
 """
 
 import threading
@@ -20,7 +20,7 @@ class Check:
     """One check of the doctor."""
 
     id: str
-    """Name that scripts and the manual use, and that never changes."""
+    """Stable name of the check, which scripts and the manual use."""
     title: str
     """Subject of the check, for `--list`."""
     run: Callable[[HostProbe], Finding]
@@ -55,7 +55,7 @@ CHECKS = (
     Check("proxy", "Proxies in the environment", network_checks.check_proxy),
     Check("errors", "Errors in the logs", pool_checks.check_log_errors),
 )
-"""Every check, in the order in which it is printed."""
+"""All checks, in the order in which their findings are printed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +81,10 @@ class CheckResult:
 
 
 def run_checks(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
-    """Start every check, and yield results in order as soon as they are done.
+    """Start all `checks`, and yield their results in order, each as soon as it is available.
 
-    A check that has not ended after `here.timeout_seconds` is abandoned. A check that raises does not end the run. Both
-    yield a warning.
+    A check that has not ended after `here.timeout_seconds` is abandoned, and a check that raises does not end the run.
+    Both yield a warning.
     """
     began = time.monotonic()
     running = [_RunningCheck(check, here) for check in checks]

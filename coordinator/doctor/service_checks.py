@@ -12,10 +12,10 @@ REPAIR = "`sudo cluster service install` repairs it"
 
 
 def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
-    """Check that an installed service runs, and that its unit has an existing Python. Fail otherwise.
+    """Check that an installed service runs, and that its Python exists. Fail otherwise.
 
     Warn if the service cannot be read and, on macOS, if its ProcessType is not Interactive. The check does not apply
-    without a service. `manager` is the service manager; None for this machine's.
+    without a service. `manager` is the service manager; None means this machine's.
     """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:
