@@ -1,7 +1,7 @@
-"""Checks of request heads that are well-formed but ambiguous or unsupported.
+"""Checks for request heads that are well-formed but ambiguous, or that use unsupported features.
 
-The parser (llhttp) refuses bad syntax. These rules refuse ambiguous heads and unsupported features.
-docs/decisions/0023-limits-at-the-edge.md lists the rules with their reasons.
+The parser (llhttp) refuses invalid syntax. docs/decisions/0023-limits-at-the-edge.md lists these rules with their
+reasons.
 """
 
 import re
@@ -41,12 +41,15 @@ ENCODED_BODY = Problem(
 
 
 def build_repeated_header_problem(name: bytes) -> Problem:
-    """Return the 400 problem for a repeated header."""
+    """Return the problem (400) for a header that occurs twice. `name` is in lower case."""
     return Problem(400, "header_twice", f"the header {name.decode('latin-1')} stands twice: send it once")
 
 
 def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
-    """Return the problem of a head; None if it is accepted. `version` is as `1.1`; header names are in lower case."""
+    """Return the problem of a head; None if it is accepted.
+
+    `version` is `1.0` or `1.1`. Header names are in lower case.
+    """
     names: set[bytes] = set()
     for name, value in headers:
         if name not in SINGLE_HEADERS:
@@ -70,7 +73,7 @@ def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
 def serialize_without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
     """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8).
 
-    Header names are in lower case. `version` is as `1.1`. The result includes the empty line at the end.
+    Header names are in lower case. `version` is such as `1.1`. The result includes the empty line at the end.
     """
     remaining = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
     options = [option.strip() for name, value in headers if name == b"connection" for option in value.split(b",")]

@@ -42,9 +42,9 @@ from wire.identity import is_valid_request_id
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 _HEAD_START_BYTES = len(REQUEST_START) - 2  # the empty line may begin with the line break of the first line
 MAX_CACHED_HEADS = 512
-"""Maximum cached heads, which clients repeat with every request. The next new head empties the cache."""
+"""Maximum cached heads, because clients repeat their heads. A further head empties the cache first."""
 MAX_HEAD_BYTES = 8192
-"""Maximum bytes of a head on the fast path. The app answers requests with a longer head."""
+"""Maximum bytes of a head on the fast path. The app answers requests with longer heads."""
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _ERROR_RESPONSE = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
@@ -63,9 +63,9 @@ class ParsedHead:
     length: int | None = None
     """Bytes of the body; None if the app must answer the request."""
     key: bytes = b""
-    """API key, not checked."""
+    """API key as the client sent it, not yet checked."""
     key_hash: bytes = b""
-    """Salted hash of the API key, by which the key ring recognizes it."""
+    """Salted hash of the API key, with which the key ring finds the key."""
     request_id: str = ""
     """Valid request id of the client; empty without one."""
     session: str = ""
@@ -78,7 +78,7 @@ class FastPath:
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
         self.max_body_bytes = min(settings.max_body_bytes, MAX_INLINE_BYTES)
-        """Maximum size of a body for the fast path. The app answers requests with a larger body."""
+        """Maximum bytes of a body on the fast path. The app answers requests with larger bodies."""
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
@@ -87,9 +87,9 @@ class FastPath:
         self._count = itertools.count(1)
 
     def parse_head(self, raw: bytes) -> ParsedHead:
-        """Parse a request head, without the empty line at its end, or return the result from the cache.
+        """Parse a request head, without the empty line at its end, or return the cached result.
 
-        `length` of the result is None for unusual heads, which the app must answer.
+        `length` of the result is None for an unusual head, whose request the app must answer.
         """
         known = self._heads.get(raw)
         if known is None:
@@ -132,11 +132,11 @@ class FastPath:
         )
 
     def is_known_key(self, presented: bytes) -> bool:
-        """Return whether the API key `presented` is known and not expired (`KeyRing.is_valid`), without counting it."""
+        """Return whether an API key is known and not expired (`KeyRing.is_valid`). A wrong key is not counted."""
         return self._ring.is_valid(presented)
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
-        """Check key and body of a complete request, and return its specification; None if the app must answer."""
+        """Check key and body of a complete request, and return its specification; None if the app must answer it."""
         key = self._ring.find(head.key, head.key_hash)  # the app counts a wrong key
         if key is None or not key.allows("infer"):
             return None
@@ -192,7 +192,7 @@ class FastPathProtocol(DeadlineProtocol):
         return True
 
     def on_message_begin(self) -> None:
-        """Record that uvicorn's parser is in a message."""
+        """Record that uvicorn's parser has begun to parse a request."""
         self._parsing = self._serving = True
         super().on_message_begin()
 
@@ -202,7 +202,7 @@ class FastPathProtocol(DeadlineProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Resume the fast path after an answer of uvicorn, unless further requests wait for theirs."""
+        """Permit the fast path after uvicorn's answer, unless further requests wait for their answers."""
         self._serving = bool(self.pipeline)
         super().on_response_complete()
 
@@ -296,8 +296,8 @@ class FastPathProtocol(DeadlineProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection after its idle timeout. The timer is set once and checks the idle time when it fires: a
-        timer per request costs more than reading the request's body."""
+        """Close the connection if its idle timeout has passed, else set the timer again. One timer per connection is
+        cheaper than one per request."""
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
         if self._request is None and left <= 0:
@@ -308,26 +308,26 @@ class FastPathProtocol(DeadlineProtocol):
     # -- the connection -----------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the request of a client that has left."""
+        """Cancel the request of a client that has disconnected."""
         if self._request is not None:
             self._close_request(499 if self._stream is None else 200)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Stop sending to a slow client. Deltas wait in the request. Too many of them end the stream."""
+        """Stop sending to a slow client. The request buffers its deltas; too many of them end the stream."""
         super().pause_writing()
         if self._stream is not None:
             self._stream.pause()
 
     def resume_writing(self) -> None:
-        """Resume the stream: the client has received enough that the buffer of the transport has room again."""
+        """Resume sending, because the client has received enough that the transport's buffer has room again."""
         super().resume_writing()
         if self._stream is not None:
             self._stream.resume()
 
     def shutdown(self) -> None:
-        """Close the connection, after the answer to a running request. Uvicorn calls this when it stops."""
+        """Close the connection, after the answer to a running request. Uvicorn calls this when the server stops."""
         if self._request is not None:
             self._closing = True
         else:
@@ -335,10 +335,10 @@ class FastPathProtocol(DeadlineProtocol):
 
 
 class ChunkedStream:
-    """Sink that writes the events of one streamed answer as HTTP chunks, at once.
+    """Sink that immediately writes the events of one streamed answer as HTTP chunks.
 
-    Same interface as `router.http.sse.EventSink`. `head` is the response head, sent with the first events. `ended` is
-    called at the end, with True if the stream is complete.
+    The interface is that of `router.http.sse.EventSink`. `head` is the response head, sent with the first events.
+    `ended` is called at the end, with True if the stream is complete.
     """
 
     __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
@@ -348,11 +348,11 @@ class ChunkedStream:
         self._head = head
         self._ended = ended
         self.busy = False
-        """Whether the buffer of the transport is full, so that the stream waits."""
+        """Whether the transport's buffer is full. The stream then waits."""
         self._ready: Callable[[], None] = _do_nothing
 
     def call_when_ready(self, then: Callable[[], None]) -> None:
-        """Set the function that is called whenever the transport accepts writes again."""
+        """Set the function to call each time that the transport accepts writes again."""
         self._ready = then
 
     def pause(self) -> None:
@@ -365,8 +365,7 @@ class ChunkedStream:
         self._ready()
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send complete events; with `last`, also end the response. Return False if the transport's buffer is full,
-        unless `last`."""
+        """Send complete events; `last` ends the response. Return whether the buffer has room; True with `last`."""
         chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
         self._head = b""
         if last:
@@ -378,7 +377,7 @@ class ChunkedStream:
         return not self.busy
 
     def abandon(self) -> None:
-        """End the stream as incomplete, which aborts the connection."""
+        """End the stream as incomplete: call `ended` with False, which aborts the connection."""
         self._ready = _do_nothing
         self._ended(False)
 

@@ -1,9 +1,9 @@
-"""Connection limits of the HTTP port, and choice of the connection that closes for a new one.
+"""Connection limits of the HTTP port, and choice of the connection that is closed for a new one.
 
 Every connection has a slot from its acceptance, before any handshake. A handshake costs 60 KiB, and one client without
-a key could use all file descriptors of this process. An address without a valid key has few slots. If no slot is free,
-the connection with the longest idle time closes for the new one. A connection with an unanswered request never closes
-for another. A handshake counts as idle.
+a key could otherwise use all file descriptors of this process. An address without a valid key has few slots. If no slot
+is free, the connection with the longest idle time is closed for the new one. A connection with an unanswered request is
+never closed for a new one. A handshake counts as idle.
 """
 
 import ipaddress
@@ -13,22 +13,23 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 MAX_CONNECTIONS = 4096
-"""Maximum connections of the HTTP port in total, also if the limit of open files allows more."""
+"""Maximum connections of the HTTP port in total, even if the limit of open files allows more."""
 RESERVED_FILES = 512
 """File descriptors that connections leave free for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
-"""Maximum concurrent TLS handshakes, over all addresses. Above that, the oldest handshake is ended for a new
-connection."""
+"""Maximum concurrent TLS handshakes, over all addresses. Above that, the oldest handshake is aborted for a new one."""
 MAX_NEW_CONNECTIONS = 128
 """Default for the maximum connections of an address without a valid key. The setting is
 `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
-"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key. Above that, the origin
-whose last valid key is oldest is forgotten."""
+"""Maximum origins (`get_origin`) with a valid key that are remembered.
+
+Above that, the origin whose last valid key is oldest is forgotten.
+"""
 
 
 def compute_max_connections(files: int) -> int:
-    """Return the maximum number of connections for a limit of `files` open files.
+    """Return the maximum number of connections if this process may open `files` files.
 
     That is `files` − `RESERVED_FILES`, at least 16 and at most `MAX_CONNECTIONS`.
     """
@@ -55,8 +56,10 @@ def get_origin(address: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(address: str) -> bool:
-    """Return whether an address is loopback. A text that is not an IP address, such as that of a local socket, counts
-    as loopback."""
+    """Return whether an address is loopback.
+
+    A text that is not an IP address, such as that of a local socket, counts as loopback.
+    """
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -65,13 +68,13 @@ def is_this_machine(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class ConnectionSlot:
-    """Slot of one connection of the HTTP port. `ConnectionSlots.reserve_slot` creates it."""
+    """Slot of one connection of the HTTP port, created by `ConnectionSlots.reserve_slot`."""
 
     origin: str
     """Key under which the client's address is counted (`get_origin`)."""
     slots: "ConnectionSlots"
     close_connection: Callable[[], object] = bool
-    """Function that closes the connection to make room for a new one. Before `bind`, it does nothing."""
+    """Function that closes the connection to make room for a new one. It does nothing before `bind`."""
     has_valid_key: bool = False
     """Whether the client has presented a valid key."""
 
@@ -97,7 +100,7 @@ class ConnectionSlot:
         self.slots.record_valid_key(self.origin)
 
     def release(self) -> None:
-        """Release the slot, which another connection can then use. Do nothing if it is released already."""
+        """Release the slot for another connection. Do nothing if it is already released."""
         self.slots.release(self)
 
 
@@ -114,7 +117,7 @@ class ConnectionSlots:
 
     The limits are `max_connections` in total, half of that for an origin with a valid key, and `max_unauthenticated`
     for an origin without one. At most `max_handshakes` TLS handshakes run at a time. Origins for which `is_trusted`
-    returns true need no key.
+    returns True need no key.
     """
 
     def __init__(
@@ -136,16 +139,16 @@ class ConnectionSlots:
         self.shed = 0
         """Number of idle connections and unfinished handshakes that were closed for a new connection."""
         self.refused = 0
-        """Number of connections for which no slot was free."""
+        """Number of connections that were refused because no slot was free."""
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def reserve_slot(self, address: str) -> ConnectionSlot | None:
-        """Reserve a slot for a new connection from `address`. At a limit, close the connection that was idle longest.
+        """Reserve a slot for a new connection from `address`. Return None if no slot is free.
 
-        At the limit of TLS handshakes, close the oldest handshake. Return None if the limit of the address or the limit
-        in total is reached, and no connection under that limit is idle.
+        At the limit of the address, or the total limit, the connection under that limit with the longest idle time is
+        closed. If none is idle, no slot is free. At the limit of TLS handshakes, the oldest handshake is aborted.
         """
         origin = get_origin(address)
         mine = self._origins.get(origin)
@@ -202,7 +205,7 @@ class ConnectionSlots:
     def record_valid_key(self, origin: str) -> None:
         """Record that a client of this origin has presented a valid key.
 
-        Above `MAX_KNOWN_ADDRESSES`, the origin whose last valid key is oldest counts as one without a key again.
+        Above `MAX_KNOWN_ADDRESSES`, the origin whose last valid key is oldest is forgotten.
         """
         self._known[origin] = None
         self._known.move_to_end(origin)
@@ -210,7 +213,7 @@ class ConnectionSlots:
             self._known.popitem(last=False)
 
     def release(self, slot: ConnectionSlot) -> None:
-        """Release the slot of a connection. Do nothing if it is released already."""
+        """Release the slot of a connection. Do nothing if it is already released."""
         if slot not in self._taken:
             return
         self.mark_busy(slot)

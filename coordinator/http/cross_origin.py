@@ -1,7 +1,7 @@
 """Cross-origin resource sharing (CORS): pages of listed origins may use the models.
 
-Only the origins of `http.allowed_origins` are allowed, and only on the routes of inference. The control API and the
-page stay closed for them. There are no cookies: a page needs an API key, as every other client.
+Only the origins of `http.allowed_origins` are allowed, and only on the inference routes. They cannot use the control
+API and the page. There are no cookies: a web page needs an API key, like any other client.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -12,22 +12,22 @@ from router.errors import Header
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 PREFIXES = ("/v1/", "/v2/", "/api/")
-"""Beginnings of the paths of inference, and of Ollama's routes."""
+"""Prefixes of the paths of the inference routes, including those of Ollama's API."""
 CONTROL_PREFIX = "/api/v1/"
-"""Beginning of the paths of the control API."""
+"""Prefix of the paths of the control API."""
 PREFLIGHT_SECONDS = 7200
-"""Seconds for which a browser may reuse the answer to a preflight request: the maximum of Chrome."""
+"""Seconds for which a browser may reuse the answer to a preflight request; Chrome's maximum."""
 _NETWORK = b"access-control-request-private-network"
 
 
 class CrossOriginAccess:
-    """Origins whose pages may use the models. `origins` are separated by commas, such as `app://obsidian.md`."""
+    """Origins whose pages may use the models. `origins` is a comma-separated list, such as `app://obsidian.md`."""
 
     def __init__(self, origins: str = "") -> None:
         self._origins = frozenset(origin.strip().lower().encode() for origin in origins.split(",") if origin.strip())
 
     def find_origin(self, path: str, headers: Iterable[Header]) -> bytes:
-        """Return the origin of a request if a page of that origin may send it; empty otherwise.
+        """Return the origin of a request if pages of that origin may send it; empty otherwise.
 
         Header names are in lower case.
         """
@@ -38,9 +38,9 @@ class CrossOriginAccess:
 
 
 def is_preflight(method: str, headers: Iterable[Header]) -> bool:
-    """Return whether a request is a preflight request: it asks whether a page may send another request (CORS).
+    """Return whether a request is a CORS preflight request, which asks whether a page may send another request.
 
-    Browsers send preflight requests without an API key.
+    Browsers send preflight requests without an API key. Header names are in lower case.
     """
     return method == "OPTIONS" and any(name == b"access-control-request-method" for name, _ in headers)
 
@@ -48,10 +48,9 @@ def is_preflight(method: str, headers: Iterable[Header]) -> bool:
 async def answer_preflight(origin: bytes, headers: Iterable[Header], send: Send) -> None:
     """Answer a preflight request with 204.
 
-    The answer permits GET, HEAD, POST and DELETE with the headers that the preflight request names, for
-    `PREFLIGHT_SECONDS`. If the browser asks for private network access, a page outside the local network may also send
-    requests to this server. `origin` is a result of `find_origin`, and not empty. `headers` are those of the preflight
-    request.
+    `origin` is a non-empty result of `find_origin`. `headers` are those of the preflight request. The answer permits
+    GET, HEAD, POST and DELETE with the headers that the preflight request names, for `PREFLIGHT_SECONDS`. It permits
+    private network access if the browser asks for it, so that a page of the internet can reach this server.
     """
     asked = dict(headers)
     allowed: list[Header] = [
@@ -60,14 +59,14 @@ async def answer_preflight(origin: bytes, headers: Iterable[Header], send: Send)
         (b"access-control-allow-headers", asked.get(b"access-control-request-headers", b"*")),
         (b"access-control-max-age", str(PREFLIGHT_SECONDS).encode()),
     ]
-    if asked.get(_NETWORK) == b"true":  # a page of the internet asks for a server of the local network
+    if asked.get(_NETWORK) == b"true":  # a page of the internet wants to reach the local network
         allowed.append((b"access-control-allow-private-network", b"true"))
     await send({"type": "http.response.start", "status": 204, "headers": allowed})
     await send({"type": "http.response.body", "body": b""})
 
 
 async def send_to_origin(origin: bytes, send: Send, message: Message) -> None:
-    """Send an ASGI message of an answer, with the headers that let pages of `origin` read it."""
+    """Send an ASGI message of a response. Add the headers that let pages of `origin` read the response."""
     if message["type"] == "http.response.start":
         exposed: Header = (b"access-control-expose-headers", b"*")
         headers = [*message.get("headers", ()), *_build_origin_headers(origin), exposed]

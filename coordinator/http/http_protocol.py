@@ -1,15 +1,15 @@
 """Protocol of the HTTP port: uvicorn's protocol with limits for request heads and pipelined bytes.
 
-Uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `MAX_HEAD_BYTES`, and
-`HEAD_TIMEOUT_SECONDS` from its first byte. The time of a connection's first head starts at the connection. Between two
-requests uvicorn's keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies
-(`router.http.app`, `coordinator.api.body`).
+Uvicorn has no timeout and no size limit for a request head. Here a head has `MAX_HEAD_BYTES`, and
+`HEAD_TIMEOUT_SECONDS` from its first byte. The timeout of a connection's first head starts with the connection. Between
+two requests uvicorn's keep-alive timeout applies. A running response has no deadline here. Routes limit their own
+bodies (`router.http.app`, `coordinator.api.body`).
 
 Bytes are parsed in slices, and not while a complete request waits for its answer. Bytes that a client sends ahead are
-held unparsed. Otherwise a connection of 8 MiB would become 200,000 requests in memory, and an error in these bytes
+held unparsed. Otherwise a connection could turn 8 MiB into 200,000 requests in memory, and an error in these bytes
 would be written into the current answer. The socket is read during an answer as well, because only a read shows that
-the client has left. If a client sends more than `MAX_PIPELINED_BYTES` ahead, they are discarded and the connection ends
-after the current answer.
+the client has disconnected. If a client sends more than `MAX_PIPELINED_BYTES` ahead, they are discarded and the
+connection ends after the current answer.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ MAX_PIPELINED_BYTES = 64 * 1024
 """Maximum bytes that a client may send ahead of the answer to its last request. With more, the connection ends after
 that answer."""
 SLICE_BYTES = 512
-"""Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
+"""Bytes that are parsed at once where a head may start. They contain at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
-"""Versions of HTTP that are accepted."""
+"""Accepted versions of HTTP."""
 
 HEAD_TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
 TOO_MANY_CONNECTIONS = Problem(
@@ -47,9 +47,9 @@ TOO_MANY_CONNECTIONS = Problem(
 
 
 def build_problem_response(problem: Problem) -> bytes:
-    """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app.
+    """Return a complete HTTP response with a problem and `connection: close`, for answers that bypass the ASGI app.
 
-    The request has a new id, because its headers were not read completely.
+    The response has a new request id, because the request's headers were not read completely.
     """
     request_id = choose_request_id(())
     body = problem.encode_body(request_id)
@@ -60,9 +60,10 @@ def build_problem_response(problem: Problem) -> bytes:
 
 
 class UnchunkedSend:
-    """ASGI function `send` for the answer to a request of HTTP/1.0, which has no chunks (RFC 9112, 6.1).
+    """ASGI function `send` for the answer to an HTTP/1.0 request, which must not have chunks (RFC 9112, 6.1).
 
-    Uvicorn sends chunks if an answer has no `content-length`. Here such an answer ends with the connection.
+    Uvicorn sends chunks if an answer has no `content-length`. With this class, the end of the connection ends such an
+    answer.
     """
 
     def __init__(self, cycle: RequestResponseCycle, send: Send) -> None:
@@ -88,7 +89,7 @@ async def _serve_without_chunks(
 
 
 class HeadDeadline:
-    """Deadline of a connection's request head, or of the rest of a body that the app does not read.
+    """Deadline for the rest of a request head, or of a body that the app does not read.
 
     `abort` is called when the deadline has passed.
     """
@@ -99,12 +100,12 @@ class HeadDeadline:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Start the deadline, unless it runs already."""
+        """Start the deadline, unless it is already running."""
         if self._timer is None:
             self._timer = self._loop.call_later(HEAD_TIMEOUT_SECONDS, self._expire)
 
     def cancel(self) -> None:
-        """Cancel the deadline, if it runs."""
+        """Cancel the deadline, if it is running."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -115,10 +116,11 @@ class HeadDeadline:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """Connection of one HTTP client: uvicorn's protocol with the limits of this module, which refuse or abort a client.
+    """Connection of one HTTP client: uvicorn's protocol with the limits of this module.
 
-    Above `max_connections`, a new connection is answered with 503: file descriptors stay free for the links of nodes.
-    `slot` is the slot of the connection (`connection_slots`); None without a limit of slots.
+    A client that exceeds a limit is refused or disconnected. Above `max_connections`, a new connection is answered with
+    503, so that file descriptors remain for the links of nodes. `slot` is the slot of the connection
+    (`connection_slots`); None if slots are not limited.
     """
 
     max_connections: ClassVar[int] = MAX_CONNECTIONS
@@ -147,7 +149,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._refuse(TOO_MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline, release the slot, and disconnect every open request of this connection."""
+        """Cancel the deadline, release the slot, and mark every open request of this connection as disconnected."""
         self._deadline.cancel()
         if self.slot is not None:
             self.slot.release()
@@ -263,15 +265,15 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- the parser's calls -------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a head."""
+        """Reset the count of a head's bytes, because a request begins."""
         self._parsed, self._in_head = 0, True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count the bytes of the request target, and check that the target is a path without fragment.
+        """Count the bytes of the request target, and check that the target is a path without a fragment.
 
-        Raise `HttpParserError` otherwise, or if the head is too long. A target with a host could contradict the Host
-        header. A fragment is for the client only: a proxy may interpret the fragment, and the routes never do.
+        Raise `HttpParserError` if not, or if the head is too long. A target with a host could contradict the Host
+        header. A fragment is for the client only, and a proxy may interpret it although the routes do not.
         """
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")
@@ -292,8 +294,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the complete head, cancel its deadline and mark the connection as busy.
 
-        Raise `HttpParserError` for a refused head, and for versions other than 1.0 and 1.1, because httptools accepts
-        them.
+        Raise `HttpParserError` for a head that is refused, and for versions other than 1.0 and 1.1, which httptools
+        accepts.
         """
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
@@ -326,12 +328,12 @@ class DeadlineProtocol(HttpToolsProtocol):
         return False
 
     def on_body(self, body: bytes) -> None:
-        """Subtract the received bytes from the announced length of the body."""
+        """Subtract the size of received bytes from the remaining length of the body."""
         self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Record that the request is complete, and that the next bytes are another head."""
+        """Record that the request is complete, so that the next bytes belong to another head."""
         if self._upgrades:
             return
         self._in_body, self._body_left = False, 0

@@ -1,4 +1,4 @@
-"""Listening sockets and the addresses under which clients, nodes and this machine reach them."""
+"""Listening sockets, and the addresses at which clients, nodes and this machine reach them."""
 
 import errno
 import ipaddress
@@ -10,17 +10,17 @@ import structlog
 from host.local_names import list_addresses
 
 ANY_IPV4, ANY_ADDRESS = "0.0.0.0", "::"  # noqa: S104
-"""Wildcards: all IPv4 addresses of this machine, and all its addresses."""
+"""Wildcards for listening: all IPv4 addresses of this machine, and all addresses."""
 
 log = structlog.get_logger("coordinator.http.listen")
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerAddress:
-    """Address of a listening socket, with the URLs that lead to it.
+    """Address of a listening socket, and the URLs that lead to it.
 
-    With a wildcard as `host`, `build_url` uses the current address of this machine. A machine that starts before its
-    network, or moves to another one, changes its addresses.
+    With a wildcard as `host`, `build_url` uses the current address of this machine, which changes when the machine gets
+    or changes its network.
     """
 
     scheme: str
@@ -31,21 +31,21 @@ class ListenerAddress:
     """TCP port of the socket."""
 
     def build_url(self) -> str:
-        """Return the URL with which other machines reach the socket now, without a path.
+        """Return the URL, without a path, at which other machines currently reach the socket.
 
         For a wildcard, the host is the best current address of this machine; 127.0.0.1 without a network.
         """
         return f"{self.scheme}://{get_reachable_host(self.host)}:{self.port}"
 
     def build_local_url(self) -> str:
-        """Return the URL with which this machine reaches the socket, without a path."""
+        """Return the URL, without a path, at which this machine reaches the socket."""
         return f"{self.scheme}://{get_local_host(self.host)}:{self.port}"
 
 
 def open_listener(host: str, port: int, option: str = "--listen") -> socket.socket:
     """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
-    `option` is the command-line option of the address, for messages. The wildcard `::` also takes IPv4 connections.
+    `option` is the command-line option of the address, for messages. The wildcard `::` also accepts IPv4 connections.
     With port 0 the system chooses a free port. The socket is opened before the server starts, because the addresses
     that the coordinator announces contain that port. Log a warning if no other machine can reach the socket, because
     this machine has only IPv6 addresses.
@@ -75,9 +75,10 @@ def open_listener(host: str, port: int, option: str = "--listen") -> socket.sock
 
 
 def get_reachable_host(host: str) -> str:
-    """Return the host part of a URL with which other machines reach a listening address.
+    """Return the host of a URL at which other machines reach the listening address `host`.
 
-    For a wildcard that is the best address of this machine in its network, or 127.0.0.1 if it has none.
+    For a wildcard that is the best address of this machine in its network, or 127.0.0.1 if it has none. IPv6 addresses
+    are in brackets.
     """
     if host not in (ANY_IPV4, ANY_ADDRESS):
         return f"[{host}]" if ":" in host else host
@@ -86,7 +87,7 @@ def get_reachable_host(host: str) -> str:
 
 
 def get_local_host(host: str) -> str:
-    """Return the host part of a URL with which this machine reaches a listening address; loopback for a wildcard."""
+    """Return the host of a URL at which this machine reaches a listening address; loopback for a wildcard."""
     own = {ANY_IPV4: "127.0.0.1", ANY_ADDRESS: "::1"}.get(host, host)
     return f"[{own}]" if ":" in own else own
 
@@ -94,8 +95,7 @@ def get_local_host(host: str) -> str:
 def list_cluster_addresses(host: str, port: int) -> tuple[str, ...]:
     """Return every HOST:PORT at which nodes may reach a listening address.
 
-    For a wildcard, these are the addresses of this machine in its networks that the wildcard includes, or none without
-    a network.
+    For a wildcard, these are this machine's addresses that the wildcard includes; none without a network.
     """
     if host not in (ANY_IPV4, ANY_ADDRESS):
         return (f"{get_reachable_host(host)}:{port}",)

@@ -1,8 +1,8 @@
-"""Outermost layer of the HTTP port: refuses unknown hosts and cross-site requests of browsers.
+"""Outermost layer of the HTTP port, which refuses unknown hosts and cross-site requests of browsers.
 
-A page in a user's browser can send requests here (DNS rebinding, cross-site posts). IP literals cannot be rebound, and
-pass. Names must be known. A request that can change state must not come from a page of another site, except on the
-routes that `cross_origin` opens to listed origins.
+A page in a user's browser can send requests here (DNS rebinding, cross-site posts). A host that is an IP address is
+accepted, because it cannot be rebound. A host name must be known. A request that can change state must not come from a
+page of another site, except on the routes that `cross_origin` opens to listed origins.
 """
 
 import ipaddress
@@ -47,7 +47,7 @@ async def send_problem(scope: Scope, send: Send, problem: Problem) -> None:
 class PrivateResponses:
     """ASGI middleware that sets headers against caching and content sniffing in every response of `app`.
 
-    Headers of the same names that the app sets are replaced.
+    Headers of these names that the app sets are replaced.
     """
 
     def __init__(self, app: Asgi) -> None:
@@ -68,9 +68,10 @@ class PrivateResponses:
 class OriginCheck:
     """ASGI middleware that checks host and origin of requests.
 
-    `hosts` are additional names, comma separated. Without `local`, names under `.local` must be listed in `hosts`. Any
-    machine on the network can claim a `.local` name. Without API keys (`http.anonymous`), a page under such a name
-    could use the models. Pages of the `origins`, comma separated, may use the routes of inference.
+    `hosts` are additional host names, comma-separated. Pages of `origins`, comma-separated, may use the inference
+    routes. If `local` is false, names under `.local` are accepted only if they are in `hosts`. Any machine on the
+    network can claim a `.local` name. Without API keys (`http.anonymous`), a page under such a name could use the
+    models.
     """
 
     def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True, origins: str = "") -> None:
@@ -81,9 +82,10 @@ class OriginCheck:
         self._known: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app. Answer a preflight request of an allowed origin with 204, a refused request with 421 or 403.
+        """Check a request and call the app. Answer a refused request with 421 or 403.
 
-        A message that is not an HTTP request goes to the app unchecked.
+        A preflight request of an allowed origin is answered with 204. A message that is not an HTTP request goes to the
+        app unchecked.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -103,11 +105,11 @@ class OriginCheck:
     def find_problem(
         self, method: str, headers: Iterable[tuple[bytes, bytes]], *, is_allowed_origin: bool = False
     ) -> Problem | None:
-        """Check host and origin of a request. Header names are in lower case. `is_allowed_origin`: a page of its origin
-        may send this request.
+        """Return the problem of a request's host and origin; None if the request is accepted.
 
-        Return the problem for an unknown, missing or repeated host (421) or a state change from a page of another
-        origin (403). Return None if the request is accepted.
+        An unknown, missing or repeated host is a problem (421). A request that can change state from a page of another
+        origin is a problem as well (403). Header names are in lower case. `is_allowed_origin` is whether pages of the
+        request's origin may send this request.
         """
         hosts: list[bytes] = []
         origin = site = b""

@@ -21,22 +21,24 @@ from router.errors import Problem
 log = structlog.get_logger("coordinator.http.server")
 
 BACKLOG = 2048
-"""Requested maximum of connections that wait in the kernel for acceptance. The system may allow fewer."""
+"""Requested maximum of connections that wait in the kernel to be accepted. The system may allow fewer."""
 ACCEPT_PAUSE_SECONDS = 0.1
-"""Seconds between a failed accept and the next. File descriptors may become free in this time."""
+"""Seconds between a failed accept and the next one, because file descriptors may become free in this time."""
 HTTP_STARTS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
-"""First bytes of a request without TLS."""
+"""First bytes of a plain HTTP request, by which the server recognizes a client without TLS."""
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds from the acceptance of a connection to the end of its TLS handshake. Then the connection is
-closed."""
+"""Maximum seconds from the acceptance of a connection to the end of its TLS handshake.
+
+After that, the connection is closed.
+"""
 
 
 class Server(uvicorn.Server):
     """Uvicorn server without signal handling, because `coordinator.run` decides when to stop.
 
     The server adds a deadline for handshakes and a slot for each connection, because no protocol class sees a
-    connection before its handshake. The server omits uvicorn's ten ticks a second, of which only the check for the end
-    would apply here.
+    connection before its handshake. It omits uvicorn's ten ticks per second, of which only the check for the end would
+    apply here.
     """
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, slots: ConnectionSlots) -> None:
@@ -46,7 +48,7 @@ class Server(uvicorn.Server):
         self._ending = asyncio.Event()
 
     def stop(self) -> None:
-        """Order the end of `serve`, which then stops accepting connections and closes the open ones."""
+        """Make `serve` stop accepting connections, close the open ones, and return."""
         self.should_exit = True
         self._ending.set()
 
@@ -96,7 +98,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Do nothing, where uvicorn would install signal handlers."""
+        """Do nothing. Uvicorn installs signal handlers in this context."""
         yield
 
 
@@ -130,8 +132,8 @@ async def _answer_https_required(loop: asyncio.AbstractEventLoop, accepted: sock
 class Listener:
     """Accept loop of one listening socket, with the interface of `asyncio.Server` that uvicorn needs.
 
-    The constructor starts the loop, as a task of the running event loop. Each accepted connection takes a slot and
-    then runs `connect`. Without a free slot, the connection is closed at once.
+    The constructor starts the loop as a task of the running event loop. Each accepted connection takes a slot and is
+    passed to `connect`. Without a free slot, the connection is closed at once.
     """
 
     def __init__(
@@ -149,7 +151,7 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept_connections())
 
     def close(self) -> None:
-        """Stop accepting connections. Connections that are open stay open."""
+        """Stop accepting connections. Open connections stay open."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
@@ -196,8 +198,8 @@ async def run_http_server(
 ) -> AsyncGenerator[None]:
     """Serve `app` and `fast_path` on listening sockets while the context is open.
 
-    `tls` is None for HTTP without TLS. `slots` limits the connections. The caller ends running requests before the
-    context closes. Requests that still run then have 1 s before they are cancelled.
+    `tls` is None for HTTP without TLS. `slots` limits the connections. The caller should end running requests before it
+    closes the context. Requests that still run then have 1 s before they are cancelled.
     """
     config = uvicorn.Config(
         app,
