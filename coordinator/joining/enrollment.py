@@ -56,16 +56,17 @@ log = structlog.get_logger()
 MAX_CONNECTION_BYTES = 16 * KIB
 """Maximum bytes that one connection may send."""
 CONNECTION_TIMEOUT_SECONDS = 5.0
-"""Maximum seconds of one connection, without the wait for a person."""
+"""Maximum seconds of one connection, without the wait for a person's approval."""
 NONCE_BYTES = 16
-"""Bytes of the coordinator's nonce; also the minimum bytes of the nonce with which a node opens its commitment."""
+"""Size of the coordinator's nonce, and minimum size of the nonce with which a node opens its commitment, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnrollmentContext:
-    """Cluster for which nodes enroll, with the services that enrollment needs."""
+    """Cluster in which nodes enroll, with the services that enrollment needs."""
 
     name: str
+    """Display name of the cluster."""
     authority: ClusterCa
     tokens: JoinTokens
     store: Database
@@ -73,20 +74,20 @@ class EnrollmentContext:
     clock: Callable[[], float]
     """Function that returns Unix seconds."""
     on_enrolled: Callable[[MemberRow], None]
-    """Function that is called with every member that has enrolled, also if its machine was a member before."""
+    """Function that is called with each member that has enrolled, even if its machine was a member before."""
     get_link_address: Callable[[NodeId], str] = lambda node: ""
-    """Function that returns the address from which a member is linked; empty if it is not linked."""
+    """Function that returns the IP address from which a member is linked; empty if the member is not linked."""
 
 
 class EnrollmentServer:
-    """Entry point for enrollments, with a rate limit per address."""
+    """Entry point for enrollments, with a rate limit per address. `limit` replaces the default limit."""
 
     def __init__(self, cluster: EnrollmentContext, limit: RateLimit | None = None) -> None:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
-        """Begin the enrollment of a peer at `address` (without port). Return `Denied` above the rate limit.
+        """Begin the enrollment of a peer at the IP address `address`, or return `Denied` if it is over its rate limit.
 
         `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
         deadline.
@@ -105,7 +106,7 @@ class _Stage(Enum):
 
 
 class EnrollmentConnection:
-    """Enrollment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
+    """Enrollment of a peer without a certificate, on one connection. In all methods, `now` is monotonic seconds.
 
     `wake` is called when `poll` has frames to send before the deadline. `feed`, `process_frame` and `poll` raise
     `StoreError` after a failed write.
@@ -124,15 +125,14 @@ class EnrollmentConnection:
         self._approval: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
         self.deadline = now + CONNECTION_TIMEOUT_SECONDS
-        """Monotonic time in seconds at which `poll` is due."""
+        """Monotonic time, in seconds, at which `poll` must be called."""
         self.closed = False
-        """Whether the caller must close the connection after it has sent the frames of the last call."""
+        """Whether the caller must close the connection, after it has sent the frames of the last call."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes that the peer sent before `now` (monotonic seconds), and return the frames to send. Invalid
-        bytes lead to a `Denied` frame.
+        """Process bytes that the peer has sent until `now` (monotonic seconds), and return the frames to send.
 
-        Discard the bytes and return no frames once `closed` is set.
+        Invalid bytes lead to a `Denied` frame. Once `closed` is set, bytes are discarded and no frames are returned.
         """
         self._received_bytes += len(data)
         if self.closed:
@@ -152,10 +152,10 @@ class EnrollmentConnection:
         return answers
 
     def process_frame(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer at `now` (monotonic seconds), and return the frames to send. An invalid frame
-        leads to a `Denied` frame.
+        """Process one frame from the peer at `now` (monotonic seconds), and return the frames to send.
 
-        Return no frames once `closed` is set, and the frames of `poll` after the deadline.
+        An invalid frame leads to a `Denied` frame. After the deadline, the result is that of `poll`. Once `closed` is
+        set, no frames are returned.
         """
         if self.closed:
             return []
@@ -170,10 +170,10 @@ class EnrollmentConnection:
                 return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
-        """Return the frames to send at `now` (monotonic seconds) after the deadline, a decision, or the loss of the
-        place in the queue.
+        """Return the frames to send at `now` (monotonic seconds), if any.
 
-        Return no frames otherwise, and once `closed` is set.
+        There are frames after a person's decision, after the loss of the place in the queue, and after the deadline.
+        Once `closed` is set, no frames are returned.
         """
         decision = self._approval.decision if self._approval else None
         if self.closed:
@@ -343,7 +343,10 @@ class EnrollmentConnection:
 
 
 def make_unique_name(name: str, taken: Collection[str]) -> str:
-    """Return `name`, or `name-2`, `name-3` … if it is taken. Case is ignored; the length is at most 63 characters."""
+    """Return `name`, or the first of `name-2`, `name-3` … that is not in `taken`. Case is ignored.
+
+    The result has at most 63 characters.
+    """
     used = {other.casefold() for other in taken}
     candidate, number = name, 1
     while candidate.casefold() in used:
@@ -374,9 +377,9 @@ def _rename_in_wishes(store: Database, machine: str, node: NodeId) -> None:
 
 
 def sanitize_hardware(hardware: Hardware) -> Hardware:
-    """Return a machine's hardware description with safe texts and without negative numbers, which become 0.
+    """Return a machine's hardware description with safe texts, and with 0 in place of negative numbers.
 
-    Texts have at most 64 ASCII characters, with `?` for any other character (`wire.bonjour_record.sanitize_text`).
+    Texts have at most 64 ASCII characters; `?` replaces any other character (`wire.bonjour_record.sanitize_text`).
     """
     chip, system, python = sanitize_text(hardware.chip), sanitize_text(hardware.system), sanitize_text(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

@@ -1,13 +1,13 @@
-"""Pairing codes: the queue of nodes without a token that wait for approval, and the lockout after wrong codes.
+"""Pairing codes: the queue of nodes without a token that wait for approval, and the lock after wrong codes.
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
 codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a
 waiting one. Two waiting nodes never share a code. After `MAX_WRONG_CODES` wrong codes in a row, decisions are locked
-for `LOCK_SECONDS`. An approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
+for `LOCK_SECONDS`. An approval may be repeated, because its response may be lost. `now` is monotonic seconds.
 
-One address alone cannot exclude another, because each address has a small part of both limits. The queue may be full
-when a node arrives from an address with fewer requests. Then the oldest request of the address with the most requests
-is removed. A machine with a token does not wait here.
+One address alone cannot exclude other addresses, because each address may use only a small part of both limits. If the
+queue is full when a node arrives, the oldest request of the address with the most requests is removed. That address
+must have more requests than the node's address. A machine with a token does not wait here.
 """
 
 import hmac
@@ -35,7 +35,7 @@ LOCK_SECONDS = 60.0
 """Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
 
 REPEAT_SECONDS = 300.0
-"""Seconds for which an approval may be repeated with its code. The repetition has no effect and the same result."""
+"""Seconds for which an approval may be repeated with its code. A repetition has no effect and the same result."""
 
 
 class ApprovalDecision(StrEnum):
@@ -50,15 +50,15 @@ class WaitingNode:
     """Description of a node that waits for approval, as shown to a person."""
 
     code: str
-    """Short code that the node's screen shows, by which a person recognizes the node."""
+    """Short code that the node's screen shows. A person compares it to recognize the node."""
     name: str
     machine: str
     hardware: Hardware
     address: str
     expires: float
-    """End of the wait for an approval, in monotonic seconds."""
+    """Monotonic time, in seconds, at which the wait for an approval ends."""
     replaces: str = ""
-    """Name of the member with the same machine id. Approval ends that member's certificate. Empty if there is none."""
+    """Name of the member with the same machine id, whose certificate ends with an approval; empty if there is none."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class ApprovalRequest:
 
     waiting: WaitingNode
     wake: Callable[[], object]
-    """Function that is called when `decision` or `displaced` is set, at most once."""
+    """Function that is called once, when `decision` or `displaced` is set."""
     decision: ApprovalDecision | None = None
     displaced: bool = False
     """Whether the request was removed in favour of a node from another address."""
@@ -85,7 +85,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecidedApproval:
-    """Decision about a waiting node, which a person named by its code. The node has left the queue."""
+    """Decision of a person about a waiting node, which has left the queue."""
 
     waiting: WaitingNode
     decision: ApprovalDecision
@@ -93,21 +93,23 @@ class DecidedApproval:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """Result of a decision with a code that no waiting node has. `tries_left` is the number of further wrong codes
-    until all decisions are blocked."""
+    """Result of a decision with a code that no waiting node has.
+
+    `tries_left` is the number of further wrong codes after which all decisions are locked.
+    """
 
     tries_left: int
 
 
 @dataclass(frozen=True, slots=True)
 class ApprovalLock:
-    """Result of a decision while decisions are locked after wrong codes, for another `seconds`."""
+    """Result of a decision while decisions are locked after wrong codes. The lock ends in `seconds`."""
 
     seconds: float
 
 
 class ApprovalQueue:
-    """Queue of nodes that wait for approval of their codes. `now` is monotonic seconds."""
+    """Queue of nodes that wait for approval of their codes. In all methods, `now` is monotonic seconds."""
 
     def __init__(self) -> None:
         self._requests: dict[str, ApprovalRequest] = {}
@@ -120,8 +122,7 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code. Expired requests remain until the next call with
-        `now`."""
+        """Waiting requests, by code. Expired requests are included until the next call of a method with `now`."""
         return self._requests
 
     def enqueue(
@@ -129,10 +130,9 @@ class ApprovalQueue:
     ) -> ApprovalRequest | float:
         """Enqueue a node at `now` (monotonic seconds). Return its request, or the seconds until a retry may succeed.
 
-        `wake` is called at most once, when a person has decided or the request has lost its place in the queue.
-
-        Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
-        requests loses its oldest one. That address must have at least two more than this node's address.
+        `wake` is called at most once, when a person has decided or the request has lost its place in the queue. Seconds
+        are returned at a limit, and if the code is in use. If the queue is full, the address with the most requests
+        loses its oldest one. That address must have at least two more than this node's address.
         """
         self._delete_expired(now)
         here = get_network(waiting.address)
@@ -166,7 +166,7 @@ class ApprovalQueue:
         return True
 
     def withdraw(self, request: ApprovalRequest) -> None:
-        """Remove a request from the queue, if it still waits."""
+        """Remove a request from the queue, if it is still waiting."""
         if self._requests.get(request.waiting.code) is request:
             del self._requests[request.waiting.code]
 
@@ -178,15 +178,15 @@ class ApprovalQueue:
     def approve(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
         """Approve the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
-        Return the decision, or that the code is wrong, or that decisions are locked. The code of an approval within
-        `REPEAT_SECONDS` is not wrong: return that decision again.
+        Return the decision, `WrongCode`, or `ApprovalLock` while decisions are locked. The code of an approval within
+        the last `REPEAT_SECONDS` is not wrong: that decision is returned again.
         """
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
         """Reject the node with this code at `now` (monotonic seconds). A wrong code counts towards the lock.
 
-        Return the decision, or that the code is wrong, or that decisions are locked.
+        Return the decision, `WrongCode`, or `ApprovalLock` while decisions are locked.
         """
         return self._decide(code, ApprovalDecision.REJECTED, now)
 

@@ -1,9 +1,9 @@
-"""Join tokens: each is redeemed by a node that proves the secret without sending it.
+"""Join tokens: a node proves the secret of a token, without sending it, to become a member.
 
-A peer that proved the secret receives `token_expired`, `token_used`, or `token_unknown` for a revoked token. Any other
-peer receives `token_wrong`, or `token_unknown` for an unknown id. The log has the real reason, with the token's id
-only. Check and countdown are one call on the loop that owns the store, so that a token is not used more often than it
-allows.
+A peer that has proved the secret gets the reason `token_expired`, `token_used`, or `token_unknown` for a revoked token.
+Any other peer gets `token_wrong`, or `token_unknown` for an unknown id. The log has the actual reason, and only the
+token's id. Check and use are one call on the loop that owns the store, so that a token is not used more often than
+permitted.
 """
 
 import hmac
@@ -32,7 +32,7 @@ _UNKNOWN_DIGEST = bytes(32)
 
 
 def build_join_command(url: str, token: str) -> str:
-    """Return the command line for a Mac that joins the coordinator at `url`.
+    """Return the command line with which a Mac joins the coordinator at `url`, with the join token `token`.
 
     `echo` is a shell builtin. The token therefore never appears in the list of processes, which all users can read.
     """
@@ -43,12 +43,13 @@ class Redemption(StrEnum):
     """Result of an attempt to use a join token. All but `ACCEPTED` are reasons of `Denied`."""
 
     ACCEPTED = "accepted"
-    """The token is valid; its peer has proved the secret."""
+    """The token is valid, and the peer has proved the secret."""
     UNKNOWN = "token_unknown"
     """No token has this id, or the token was revoked."""
     WRONG = "token_wrong"
     """The MAC does not prove the secret."""
     EXPIRED = "token_expired"
+    """The lifetime of the token has ended."""
     USED = "token_used"
     """The token has no uses left."""
 
@@ -75,7 +76,7 @@ class JoinTokenInfo:
 
 
 class JoinTokens:
-    """Join tokens of a cluster whose CA is `ca` (DER). `clock` returns Unix seconds."""
+    """Join tokens of the cluster with the CA `ca` (DER). `clock` returns Unix seconds."""
 
     def __init__(self, store: Database, ca: bytes, clock: Callable[[], float]) -> None:
         self._store = store
@@ -87,12 +88,12 @@ class JoinTokens:
     def create(
         self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
     ) -> JoinToken:
-        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` if `ttl` or `uses` is not
-        positive.
+        """Create a token for `uses` nodes, valid for `ttl` seconds.
 
         `name` is shown in the list of tokens. With `replaces`, the machine of an unlinked member may join again in the
-        member's place without the member's key. This permission ends with the process. Delete the tokens that expired
-        more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
+        member's place without the member's key. This permission ends with the process. Tokens that expired more than
+        `EXPIRED_KEPT_SECONDS` ago are deleted. Raise `ValueError` if `ttl` or `uses` is not positive, and `StoreError`
+        after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
@@ -107,7 +108,7 @@ class JoinTokens:
     def list(self) -> list[JoinTokenInfo]:
         """Return all stored join tokens without their secrets, newest first.
 
-        Used, expired and revoked ones are included until their deletion.
+        Used, expired and revoked tokens are included until they are deleted.
         """
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
@@ -121,9 +122,10 @@ class JoinTokens:
         return row is not None
 
     def check(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
-        """Check a join token for the certificate request `csr` (DER), without using it up. Log a refusal.
+        """Check a join token for the certificate request `csr` (DER), without using the token. Log a refusal.
 
-        Return `ACCEPTED`, or the first reason for a refusal: unknown id, wrong `mac`, revoked, used, or expired.
+        `mac` proves the secret. Return `ACCEPTED`, or the first reason for a refusal: unknown id, wrong `mac`, revoked,
+        used, or expired.
         """
         row = self._store.tokens.get(token_id)
         proven = hmac.compare_digest(compute_request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
@@ -146,8 +148,8 @@ class JoinTokens:
     def redeem(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
         """Check a join token like `check`, and use it once if it is accepted. Return the result.
 
-        The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
-        it acts on the result. Raise `StoreError`, and change nothing, while changes cannot be written.
+        The caller must flush the store before it acts on the result. Raise `StoreError`, without any change, while
+        changes cannot be written.
         """
         answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:

@@ -4,14 +4,11 @@ import ipaddress
 from collections import OrderedDict
 
 MAX_ADDRESSES = 4096
-"""Maximum number of addresses with a token bucket. Above that, the least recently used bucket is removed.
-
-An IPv6 /64 network counts as one address (`get_network`).
-"""
+"""Maximum number of addresses with a token bucket. Above that, the least recently used bucket is removed."""
 
 
 class RateLimit:
-    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` a minute.
+    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` attempts per minute.
 
     An IPv6 /64 network counts as one address (`get_network`).
     """
@@ -27,10 +24,9 @@ class RateLimit:
         return len(self._buckets)
 
     def count_attempt(self, address: str, now: float) -> float:
-        """Count an attempt of `address` and return 0.
+        """Count an attempt of an IP address and return 0. At the limit, return the seconds until the next attempt.
 
-        At the limit, return the seconds until the next attempt instead. All addresses of a /64 network of IPv6 count
-        as one. `now` is in monotonic seconds.
+        `now` is in monotonic seconds.
         """
         network = get_network(address)
         left, at = self._buckets.pop(network, (self._burst, now))

@@ -1,6 +1,6 @@
-"""Measure the speeds of a model on one node, by requests of low priority that only this node may take.
+"""Measurement of the speeds of a model on one node, with requests of low priority that only this node may take.
 
-The requests pass the queue, placement and the gate of the node like clients' requests. A prompt has exact token ids
+The requests pass the queue, placement and the gate of the node like clients' requests. A prompt consists of token ids
 that differ in every request, so that no prefix cache shortens it. The node measures the times (`Timings`).
 """
 
@@ -24,7 +24,7 @@ from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 
 PROMPT_TOKENS = (512, 2048)
-"""Lengths of the measured prompts, each with every number of `PARALLEL`."""
+"""Lengths of the measured prompts, in tokens. Each is measured with each number in `PARALLEL`."""
 PARALLEL = (1, 4)
 """Numbers of requests that run at the same time."""
 ANSWER_TOKENS = 128
@@ -32,11 +32,11 @@ ANSWER_TOKENS = 128
 WARM_UP_TOKENS = 16
 """Prompt tokens of the request that loads the model before the measurement."""
 TOKEN_IDS = range(32, 480)
-"""Token ids of the prompts. Most vocabularies have them, after their control tokens."""
+"""Token ids of the prompts, which are ordinary tokens in most vocabularies: control tokens have lower ids."""
 MIN_GENERATED_TOKENS = 8
-"""Minimum average of generated tokens per request for which the speed of decode is computed."""
+"""Minimum average of generated tokens per request for which the decode speed is computed."""
 BENCHMARK_KEY = "benchmark"
-"""Key of the requests in usage and in the queue. No API key has this id."""
+"""Id of the API key under which the requests are counted and queued. No real API key has this id."""
 BENCHMARK_LIMITS = KeyLimits(priority="low", upstreams=False)
 """Limits of `BENCHMARK_KEY`: low priority, and no upstream."""
 _SKIPPED = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_ROOM})
@@ -46,19 +46,19 @@ class RequestSender(Protocol):
     """Part of the dispatcher that a benchmark uses."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Submit `spec` and return its request, which has already ended if it is refused.
+        """Submit a request and return it. A refused request has already ended.
 
         The caller must `close` the request.
         """
         ...
 
     def close(self, request: ActiveRequest) -> None:
-        """Close a request. Cancel it if it has not ended."""
+        """Close a request from `submit`. Cancel the request if it has not ended."""
         ...
 
 
 def add_benchmark_key(get_limits: Callable[[str], KeyLimits | None]) -> Callable[[str], KeyLimits | None]:
-    """Return a function like `get_limits` that also knows the benchmark's own key, which has low priority."""
+    """Return a function like `get_limits` that also knows `BENCHMARK_KEY`, and returns `BENCHMARK_LIMITS` for it."""
     return lambda key: BENCHMARK_LIMITS if key == BENCHMARK_KEY else get_limits(key)
 
 
@@ -67,7 +67,11 @@ class _LeftError(Exception):
 
 
 class Benchmark:
-    """Measurement of a model on a node. `get_view` returns the newest view of the node, or raises `KeyError`."""
+    """Measurement of a model on a node.
+
+    `sender` submits requests. `get_view` returns the newest view of the node; it raises `KeyError` if the node is not
+    in the pool.
+    """
 
     def __init__(self, sender: RequestSender, get_view: Callable[[], NodeView], model: str) -> None:
         self._sender = sender
@@ -77,9 +81,9 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        A run that is longer than the model's context, or that the node refuses for its size or for its memory, is
-        recorded as skipped. Any other refusal or failure of a request ends the measurement and is returned. Return a
-        refusal also if the node or the model leaves the pool meanwhile. A cancellation cancels the requests.
+        A run is recorded as skipped if it exceeds the model's context, or if the node refuses it for its size or
+        memory. Any other refusal or failure of a request ends the measurement and is returned. If the node or the model
+        leaves the pool meanwhile, a refusal is returned. A cancellation cancels the requests.
         """
         try:
             return await self._measure_runs(host)
@@ -168,10 +172,10 @@ async def _wait(request: ActiveRequest) -> Outcome:
 def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
-    The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
-    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. A speed is 0 if its
-    duration is 0. The speed of decode is also 0 if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not
-    be empty.
+    `finished`, which must not be empty, are the ends of the requests. The duration of prefill is the maximum, over the
+    requests, of the wait on the node plus the prefill. The duration of decode is the maximum decode time of a request.
+    The first token of an answer belongs to prefill. A speed is 0 if its duration is 0. The decode speed is also 0 if
+    answers are too short (`MIN_GENERATED_TOKENS`).
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

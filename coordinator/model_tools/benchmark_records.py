@@ -1,6 +1,6 @@
 """Measured speeds of models on nodes, in the private file STATE/benchmarks.json.
 
-There is one record for each node, model version, operating system and version of Macpool: the newest one.
+Only the newest record of each node, model version, operating system and version of Macpool is kept.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ log = structlog.get_logger("coordinator.model_tools.benchmark_records")
 
 
 class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurement of requests of one prompt length. Speeds are tokens per second of all requests together."""
+    """Measurement of parallel requests with one prompt length. Speeds are those of all requests together."""
 
     prompt_tokens: int
     """Prompt tokens of each request."""
     parallel: int
-    """Number of requests at the same time."""
+    """Number of requests that ran at the same time."""
     generated: int = 0
     """Generated tokens of all requests."""
     prefill_speed: float = 0.0
-    """Prefilled prompt tokens per second, without cached ones; 0 if the run was skipped."""
+    """Prefilled prompt tokens per second, without cached tokens; 0 if the run was skipped."""
     decode_speed: float = 0.0
-    """Generated tokens per second; 0 if the answers were too short to be measured, or the run was skipped."""
+    """Generated tokens per second; 0 if the answers were too short to measure, or the run was skipped."""
     skipped: str = ""
     """Reason why the run was skipped: the model's context, or the refusal of the node; empty if it was measured."""
 
@@ -39,6 +39,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Measured speeds of one model on one node."""
 
     node: NodeId
+    """Id of the node."""
     model: str
     fingerprint: str
     """Identity of the model version, from samples of its files."""
@@ -52,13 +53,13 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int
-    """Maximum tokens of prompt and answer together that fit into the memory of the idle node and the model's
-    context."""
+    """Maximum tokens of prompt and answer together, limited by the idle node's memory and the model's context."""
     runs: tuple[BenchmarkRun, ...]
+    """Measurements, one for each prompt length and number of parallel requests."""
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Identity of the measured setup. A newer record with the same key replaces this one."""
+        """Identity of the measured setup: a newer record with the same key replaces this one."""
         return self.node, self.model, self.fingerprint, self.system, self.software
 
     def to_row(self) -> dict[str, object]:
@@ -77,7 +78,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchmarkRecords:
-    """Records in the state folder `state`. A file that cannot be read is logged and counts as empty."""
+    """Records of benchmarks in the state folder `state`. A file that cannot be read is logged and counts as empty."""
 
     def __init__(self, state: Path) -> None:
         self._file = state / "benchmarks.json"
@@ -97,7 +98,7 @@ class BenchmarkRecords:
         return sorted(self._records.values(), key=lambda record: record.measured, reverse=True)
 
     def find(self, node: NodeId, model: str, fingerprint: str) -> BenchmarkRecord | None:
-        """Return the newest record of a model version on a node; None without one."""
+        """Return the newest record of a model version on a node; None if there is none."""
         wanted = (node, model, fingerprint)
         return next(
             (record for record in self.list_all() if (record.node, record.model, record.fingerprint) == wanted), None
@@ -106,7 +107,7 @@ class BenchmarkRecords:
     def store(self, record: BenchmarkRecord) -> None:
         """Store a record in place of an earlier one with the same key. Delete the oldest records above `MAX_RECORDS`.
 
-        Raise OSError if the file cannot be written; the records do not change then.
+        Raise `OSError`, without any change of the records, if the file cannot be written.
         """
         records = {**self._records, record.key: record}
         newest = sorted(records.values(), key=lambda entry: entry.measured, reverse=True)[:MAX_RECORDS]

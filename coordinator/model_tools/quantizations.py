@@ -1,7 +1,7 @@
 """Quantizations of models on nodes: orders, their progress and their ends, on the coordinator's loop.
 
-The node decides and does the work. A quantization continues there while the link, or the coordinator, is away. After a
-restart of the coordinator, the node reports progress under the same order number. The starts and ends are stored in
+The node decides and does the work. A quantization continues there even if the link is lost or the coordinator stops.
+After a restart of the coordinator, the node reports progress under the same order number. Starts and ends are stored in
 STATE/quantizations.json.
 """
 
@@ -25,7 +25,7 @@ MAX_OPEN = 16
 MAX_ENDED = 50
 """Maximum ended quantizations. The oldest ones above it are deleted when another quantization starts."""
 RETURN_TIMEOUT_SECONDS = 30.0
-"""Seconds after the return of a node within which it must report a quantization that continues there."""
+"""Seconds after a node's new link within which the node must report a quantization that continues there."""
 
 log = structlog.get_logger("coordinator.model_tools.quantizations")
 
@@ -40,19 +40,20 @@ class QuantizationStage(StrEnum):
 
 
 class TooManyQuantizationsError(Exception):
-    """`MAX_OPEN` quantizations are open."""
+    """Raised if `MAX_OPEN` quantizations are open. The text has the limit and the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationRecord:
-    """A quantization on a node. Times are in Unix seconds, sizes in bytes."""
+    """Quantization of a model on a node. Times are in Unix seconds, sizes in bytes."""
 
     id: str
     node: NodeId
     order: QuantizeModel
+    """Order that was sent to the node."""
     started: float
     actor: str = ""
-    """Actor that started the quantization, as `AuditRow.actor`."""
+    """Actor that started the quantization, as in the audit log (`AuditRow.actor`)."""
     ended: float | None = None
     """Unix time in seconds of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
@@ -73,7 +74,7 @@ class QuantizationRecord:
     peak: int = 0
     """Maximum memory footprint, in bytes, of the process that quantized; 0 if unknown."""
     is_linked: bool = True
-    """Whether the node has a link now."""
+    """Whether the node is currently linked."""
 
     def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
         """Return the quantization as a row of the API. `get_name` returns the display name of a node."""
@@ -102,7 +103,7 @@ class QuantizationRecord:
 
 
 class Quantizations:
-    """All quantizations, the oldest first, stored in the state folder `state`.
+    """All quantizations, oldest first, stored in the state folder `state`.
 
     A file that cannot be read counts as empty. A failure to read or write the file is logged. `send` sends a frame to a
     node and returns False if the node is not linked. `number` returns the number of the next order. `wall` returns Unix
@@ -144,20 +145,20 @@ class Quantizations:
             log.warning("quantizations not stored", file=str(self._file), why=error.strerror)
 
     def list_all(self) -> tuple[QuantizationRecord, ...]:
-        """Return all quantizations, the oldest first."""
+        """Return all quantizations, oldest first."""
         return tuple(self._all.values())
 
     def find(self, quantization: str) -> QuantizationRecord | None:
-        """Return a quantization by its id; None if there is none."""
+        """Return the quantization with this id; None if there is none."""
         return self._all.get(quantization)
 
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
-        """Start a quantization of a model to `bits` bits per weight on a node, and return it. `name` is the name of the
-        result, `actor` as `AuditRow.actor`.
+        """Start a quantization of a model to `bits` bits per weight on a node, and return it.
 
-        If a quantization with the same model, bits and name runs on the node and is not cancelled, return that one.
-        Delete the oldest ended quantizations above `MAX_ENDED`. Without a link the quantization fails at once. Raise
-        TooManyQuantizationsError if `MAX_OPEN` are open.
+        `name` is the name of the result. `actor` is the actor for the record (`AuditRow.actor`). If a quantization with
+        the same model, bits and name runs on the node and is not cancelled, return that one. Delete the oldest ended
+        quantizations above `MAX_ENDED`. If the node is not linked, the returned quantization has failed. Raise
+        `TooManyQuantizationsError` if `MAX_OPEN` are open.
         """
         opened = self._list_open()
         for record in opened:
@@ -202,7 +203,7 @@ class Quantizations:
     # events of nodes
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
-        """Apply a frame of a node about its order. Ignore frames about other orders."""
+        """Apply a frame of a node about its quantization. Ignore frames about other orders."""
         record = next(
             (record for record in self._list_open() if (record.node, record.order.order) == (node, frame.order)), None
         )
@@ -235,7 +236,7 @@ class Quantizations:
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
         """Apply lost links and new links of nodes.
 
-        A quantization fails if its node is back and does not report it within `RETURN_TIMEOUT_SECONDS`.
+        A quantization fails if its node links again and does not report it within `RETURN_TIMEOUT_SECONDS`.
         """
         for record in self._list_open():
             if record.node in lost or record.node in linked:
@@ -246,7 +247,7 @@ class Quantizations:
                 self._timers[record.id] = loop.call_later(RETURN_TIMEOUT_SECONDS, self._fail_unreported, record.id)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the quantizations of a node that is no longer a member, as failed."""
+        """End the quantizations of a node that has left the pool, as failed."""
         for record in self._list_open():
             if record.node == node:
                 self._fail(record, "the node has left the pool")
