@@ -15,9 +15,9 @@ from router.placement.cluster_view import NodeView
 from wire.report import Model
 
 ENGINE_STATES = ("starting", "ready", "hung", "restarting", "failed")
-"""Label values of the engine's state; another state becomes `families.OTHER`."""
+"""States of the engine as label values; any other state becomes `families.OTHER`."""
 MODEL_STATES = ("loaded", "loading", "known", "failed")
-"""Label values of the states of a model."""
+"""States of a model as label values."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 _MODEL_MEANING = f"a model of this node; {MAX_MODELS_PER_NODE} at most, those first that are loaded"
 

@@ -12,11 +12,11 @@ from prometheus_client.registry import Collector
 from coordinator.metrics.families import PREFIX, CollectedFamily, HistogramValue, MetricKind
 
 MAX_LABEL_CHARS = 200
-"""Maximum characters of a label value; the rest is cut."""
+"""Maximum characters of a label value. A longer value is truncated."""
 
 
 class SnapshotCollector(Collector):
-    """Collector for prometheus-client over families that were read before."""
+    """Collector for prometheus-client with families that were collected before."""
 
     def __init__(self, collected: Iterable[CollectedFamily[Any]]) -> None:
         self._collected = collected
@@ -26,14 +26,14 @@ class SnapshotCollector(Collector):
         return (_to_metric(collector) for collector in self._collected)
 
     def describe(self) -> list[Metric]:
-        """Return no families, because they are unknown before a scrape."""
+        """Return an empty list, because the families are unknown before a scrape."""
         return []
 
 
 def render_metrics(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
     """Render metrics in the format that an Accept header requests. Return the bytes and their content type.
 
-    A header with a version that is no number counts as empty.
+    A header whose version is not a number is treated as empty.
     """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(collected))

@@ -2,7 +2,7 @@
 
 Invariants
 - A label value is from a closed set, a name (of a member, model, upstream or valid API key), or a version.
-  A text of a node is limited by `labels`.
+  A text that a node sends is limited by `labels`.
 - At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, no id or secret of a key, no address and no error text is ever a label.
 - A value that is not finite is omitted: a node with invalid values loses its own series, never the scrape.
@@ -19,8 +19,10 @@ from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
 MAX_MODELS_PER_NODE = 32
-"""Maximum models of a node that get their own series until the coordinator restarts. Also the maximum models in
-`cluster_model_fingerprints`."""
+"""Maximum models of a node that get their own series until the coordinator restarts.
+
+Also the maximum models in `cluster_model_fingerprints`.
+"""
 OTHER = "other"
 """Label value for every value outside a closed set."""
 
@@ -36,7 +38,7 @@ class MetricKind(StrEnum):
 
 
 class HistogramValue(NamedTuple):
-    """Value of a histogram: upper bounds without the infinite one, and a tally.
+    """Value of a histogram: the upper bounds of its buckets without the infinite one, and a tally.
 
     The tally has the count of each bucket, not cumulative, and the sum of all values.
     """
@@ -55,12 +57,12 @@ class MetricFamily(Generic[P]):
     """Metric family whose series are read from a snapshot of type `P`."""
 
     name: str
-    """Name without prefix and `_total`."""
+    """Name without the prefix `PREFIX` and without `_total`."""
     kind: MetricKind
     meaning: str
-    """Help text of the exposition and of the manual."""
+    """Help text in the exposition format and in the manual."""
     read: Callable[[P], Iterable[Row]]
-    """Function that returns the series in a snapshot."""
+    """Function that returns the series of a snapshot."""
     labels: tuple[tuple[str, str], ...] = ()
     """Name and description of each label."""
     when: str = ""
@@ -68,7 +70,7 @@ class MetricFamily(Generic[P]):
 
     @property
     def full_name(self) -> str:
-        """Name in the exposition format and in queries."""
+        """Name with prefix and `_total`, as in the exposition format and in queries."""
         return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
     @property
@@ -96,17 +98,17 @@ def _is_finite(value: Value) -> bool:
 
 
 def to_histogram_value(buckets: Histogram) -> HistogramValue:
-    """Return the current value of a histogram as a metric value."""
+    """Return the current counts of a histogram as a metric value."""
     return HistogramValue(buckets.bounds, buckets.tally())
 
 
 def build_single_row(value: float | HistogramValue | None) -> list[Row]:
-    """Return the row of a family without labels; an empty list if the value is unknown."""
+    """Return the row of a family without labels; an empty list if `value` is None."""
     return [] if value is None else [((), value)]
 
 
 def create_gauge(name: str, meaning: str, read: Callable[[P], float | None], when: str = "") -> MetricFamily[P]:
-    """Return a gauge without labels, which has no series while `read` returns None."""
+    """Return a gauge without labels, which has no series while `read` returns None. `when` is `MetricFamily.when`."""
     return MetricFamily(name, MetricKind.GAUGE, meaning, lambda snapshot: build_single_row(read(snapshot)), when=when)
 
 
@@ -121,7 +123,7 @@ def join_quoted(values: Iterable[str]) -> str:
 
 
 def limit_to_known(value: str, known: Collection[str]) -> str:
-    """Return a label value, or `OTHER` if it is not in the closed set."""
+    """Return a label value, or `OTHER` if the value is not in the closed set `known`."""
     return value if value in known else OTHER
 
 

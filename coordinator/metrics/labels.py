@@ -1,6 +1,6 @@
 """Limits for label values that nodes send. A node that changes its texts in every report creates no new series.
 
-Texts of a node (model names; chip, system and version together) are admitted in order of arrival, up to a number for
+Texts of a node (model names; chip, system and version together) are admitted in order of arrival, up to a maximum for
 each node. An admitted text counts until its node is removed or the coordinator restarts. A later text becomes `OTHER`,
 or has no series.
 """
@@ -13,7 +13,7 @@ from wire.identity import NodeId
 from wire.report import Model
 
 MAX_HOST_LABELS = 4
-"""Maximum combinations of chip, system and version of a node, which change with updates."""
+"""Maximum combinations of chip, system and version of a node. Updates of the node change the combination."""
 HostLabels = tuple[str, str, str]
 """Chip, operating system and version of Macpool."""
 T = TypeVar("T", bound=Hashable)
@@ -38,16 +38,16 @@ class _AdmittedValues(Generic[T]):
 
 
 class AdmittedLabels:
-    """Texts of nodes that were admitted as label values, until the coordinator restarts or the node is no member."""
+    """Texts that are admitted as label values, by node, until the node is removed or the coordinator restarts."""
 
     def __init__(self) -> None:
         self._models: _AdmittedValues[str] = _AdmittedValues(MAX_MODELS_PER_NODE)
         self._hosts: _AdmittedValues[HostLabels] = _AdmittedValues(MAX_HOST_LABELS)
 
     def admit_models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
-        """Return the models of a node that may have their own series.
+        """Return those of a node's models that may have their own series.
 
-        Models that are new are admitted in the given order, until the node has `MAX_MODELS_PER_NODE`.
+        New models are admitted in the given order, until the node has `MAX_MODELS_PER_NODE`.
         """
         return tuple(model for model in models if self._models.admit(node, model.name))
 

@@ -19,20 +19,20 @@ from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, His
 from wire.refusals import RefusalCode
 
 SITES = ("preflight", "prefill", "join", "grow", "load", "embed", "probe", "restore")
-"""Places in the engine where the gate makes its checks, as label values; another place becomes `families.OTHER`."""
+"""Places in the engine at which the gate checks, as label values; any other place becomes `families.OTHER`."""
 TERMS = ("static", "setting", "metal", "container", "dynamic", "leases", "unreadable")
-"""Terms that can set the ceiling, as label values; another term becomes `families.OTHER`."""
+"""Terms that can limit the ceiling, as label values; any other term becomes `families.OTHER`."""
 SOURCES = ("phys_footprint", "statm", "scripted")
-"""Sources of the footprint, as label values; another source becomes `families.OTHER`."""
+"""Sources of the footprint, as label values; any other source becomes `families.OTHER`."""
 PRESSURES = ("normal", "warn", "critical")
-"""Memory pressures of the system, as label values; another one becomes `families.OTHER`."""
+"""Memory pressures of the system, as label values; any other pressure becomes `families.OTHER`."""
 REASONS = (
     RefusalCode.NO_ROOM.value,
     RefusalCode.TOO_LARGE.value,
     RefusalCode.UNREADABLE.value,
     RefusalCode.NOT_READY.value,
 )
-"""Reasons of the gate's refusals, as label values; another reason becomes `families.OTHER`."""
+"""Reasons of the gate's refusals, as label values; any other reason becomes `families.OTHER`."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 _READABLE = "while the footprint can be read"
 _WHILE_REPORTED = "while the system reports the value"

@@ -1,6 +1,6 @@
 """Metric families of one node, from its newest report and its own measurements.
 
-The families have no node label: Prometheus attaches it.
+The families have no label for the node, because Prometheus adds it.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,9 @@ from coordinator.metrics.node_snapshot import NodeSnapshot
 from wire.histogram import NodeMeasures
 
 KINDS = ("mlx", "scripted")
-"""Kinds of engines, as label values; another kind becomes `families.OTHER`."""
+"""Kinds of engines, as label values; any other kind becomes `families.OTHER`."""
 TIERS = ("safe", "balanced", "aggressive")
-"""Memory tiers, as label values; another tier becomes `families.OTHER`."""
+"""Memory tiers, as label values; any other tier becomes `families.OTHER`."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 
 

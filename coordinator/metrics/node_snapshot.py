@@ -1,7 +1,7 @@
-"""Metrics of one node at one moment, and the check of its measurements.
+"""Metrics of one node at one moment, and the check of the node's own measurements.
 
-Reports have passed `router.placement.sanitize_report`, which removes impossible numbers. `sanitize_measures` does the
-same for measurements.
+`router.placement.sanitize_report` has removed impossible numbers from reports. `sanitize_measures` removes them from
+measurements.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ class NodeSnapshot:
     """Metrics of one node at one moment. Times are in Unix seconds."""
 
     view: NodeView
+    """View of the node, from its newest report."""
     reported_at: float
     """Arrival of the node's newest report, in Unix seconds."""
     wall: float
@@ -27,16 +28,16 @@ class NodeSnapshot:
     host: tuple[str, str, str] = ("", "", "")
     """Chip, operating system and version of Macpool."""
     models: tuple[Model, ...] = ()
-    """Models with their own series."""
+    """Models that have their own series."""
     measures: NodeMeasures | None = None
-    """Measurements of the node; None if the node was not asked or sent invalid ones."""
+    """Measurements of the node; None if they were not requested or are invalid."""
 
 
 def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
-    """Return a node's measurements with impossible numbers replaced or limited.
+    """Return a node's measurements with impossible numbers replaced.
 
-    Negative counts become 0 and large ones `MAX_COUNT`. An impossible CPU time becomes 0. An invalid histogram becomes
-    empty. Only the first 64 checks and refusals remain.
+    Negative counts become 0, and counts above `MAX_COUNT` become `MAX_COUNT`. An impossible CPU time becomes 0, an
+    invalid histogram empty. Only the first 64 checks and refusals are kept.
     """
     gate = measures.gate
     return NodeMeasures(
@@ -62,5 +63,5 @@ def _sanitize_tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
 
 
 def sort_by_priority(view: NodeView) -> list[Model]:
-    """Return a node's models by their priority for series: loaded and loading models first, then by name."""
+    """Return a node's models in the order in which they get series: loaded and loading ones first, then by name."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))

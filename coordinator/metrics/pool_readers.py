@@ -1,4 +1,4 @@
-"""Labels of the coordinator's metric families, and readers of their rows."""
+"""Labels that metric families of the coordinator share, and functions that read their rows."""
 
 from collections.abc import Callable, Mapping
 
@@ -18,7 +18,7 @@ MODEL_LABEL = (
 
 
 def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
-    """Return a reader with a row for each member that `values` contains."""
+    """Return a function that reads one row for each member in the result of `values`."""
 
     def rows(snapshot: PoolSnapshot) -> list[Row]:
         known = values(snapshot)
@@ -28,5 +28,5 @@ def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Ca
 
 
 def read_by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
-    """Return a reader with a row for each model in `PoolSnapshot.counters`."""
+    """Return a function that reads one row for each model in `PoolSnapshot.counters`, with the value of `read`."""
     return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]

@@ -18,6 +18,7 @@ class ProcessMetrics:
     started: float
     """Start of the process, in Unix seconds."""
     cpu_seconds: float
+    """CPU time of the process since its start, in seconds."""
     peak_bytes: int
     """Highest resident memory of the process since its start, in bytes."""
     open_files: int
@@ -31,13 +32,13 @@ class LinkCounts:
     """Numbers of connections of the cluster port."""
 
     open: int
-    """Links that are open now, without those that a newer link of the same node has replaced."""
+    """Links that are open now, without links that a newer link of the same node has replaced."""
     unlinked: int
     """Open connections that are neither links nor relays."""
     linked: int
     """Links established since the start of the coordinator."""
     denied: int
-    """Greetings (`Hello`) denied since the start of the coordinator."""
+    """Greetings (`Hello`) that the coordinator has denied since its start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +59,18 @@ class PoolSnapshot:
     self_suspect: bool
     """Whether the coordinator suspects its own network (`Membership.self_suspect`)."""
     unwritten: int
-    """Changes of the state that wait for the disk; 1 after writing has ended (`Database.count_unwritten`)."""
+    """Number of changes of the state that wait for the disk; 1 after writing has ended (`Database.count_unwritten`)."""
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""
     in_flight: Mapping[NodeId, int]
     """Number of requests on each node."""
     unacknowledged: Mapping[NodeId, int]
-    """Bytes by node that are reserved and not in the node's report yet."""
+    """Bytes that are reserved and not in the node's report yet, by node."""
     leaks: int
     """Number of reservations and holds that belong to no request (`Dispatcher.count_leaks`)."""
     barred: frozenset[NodeId]
-    """Nodes whose circuit breaker is open, or is half open with a running probe."""
+    """Nodes whose circuit breaker is open, or half open with a running probe."""
     opened_breakers: int
     """Number of times that a circuit breaker opened since the start of the coordinator."""
     waiting: int
@@ -81,18 +82,20 @@ class PoolSnapshot:
     keys_refused: int
     """Number of requests with an unknown, wrong or expired API key (`KeyRing.refused`)."""
     certificates: Mapping[str, tuple[float, float]]
-    """Validity of the coordinator's certificates, by name: issued and expires, in Unix seconds."""
+    """Validity of the coordinator's certificates: the times of issue and expiry in Unix seconds, by name."""
     node_certificates: Mapping[NodeId, tuple[float, float]]
-    """Validity of the certificate of each linked node: issued and expires, in Unix seconds."""
+    """Validity of each linked node's certificate: the times of issue and expiry in Unix seconds."""
     links: LinkCounts
     conditions: Mapping[str, bool]
-    """Whether a condition is active, by alert rule."""
+    """Whether the condition of each alert rule is active, by the name of the rule."""
     process: ProcessMetrics
     video: VideoSnapshot
     wishes: WishSnapshot
 
     @property
     def members(self) -> tuple[NodeView, ...]:
-        """Views of the nodes that have not left. Their names are unique, because a node that joins may get the name of
-        one that has left."""
+        """Views of the nodes that have not left, whose names are unique.
+
+        A node that has left is omitted, because a node that joins later may get the same name.
+        """
         return tuple(node for node in self.view.nodes if node.state != NodeState.LEFT)

@@ -1,4 +1,4 @@
-"""Configuration file of Prometheus for a pool.
+"""Configuration file with which Prometheus scrapes a pool.
 
 `type: Bearer` is explicit, because inside `http_sd_configs` Prometheus 2.42 sends no type by default, and the
 coordinator refuses a request without a type.
@@ -7,9 +7,9 @@ coordinator refuses a request without a type.
 from urllib.parse import urlsplit
 
 SCRAPE_SECONDS = 5
-"""Default scrape interval in seconds.
+"""Default interval of scrapes, in seconds.
 
-A node that runs forward passes without a check by its gate is reported within half a minute. That is the time of two
+With it, an alert about forward passes without a check by the gate fires within half a minute. This is the time of two
 scrapes, two evaluations, and the delay of the alert.
 """
 
@@ -17,11 +17,11 @@ scrapes, two evaluations, and the delay of the alert.
 def render_configuration(
     base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", interval_seconds: int = 0
 ) -> str:
-    """Return `prometheus.yml` for a coordinator at `base` (no path).
+    """Return `prometheus.yml` for a coordinator at `base` (URL without a path).
 
-    `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: the CAs of the system.
-    `rules` is the file of alert rules. `interval_seconds` is the interval of scrapes and of the evaluation of rules;
-    0: `SCRAPE_SECONDS`.
+    `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; if it is empty, the system's CAs
+    are trusted. `rules` is the file of alert rules. `interval_seconds` is the interval of scrapes and of the evaluation
+    of rules; 0 means `SCRAPE_SECONDS`.
     """
     where, seconds = urlsplit(base), interval_seconds or SCRAPE_SECONDS
     trust = f"\n    tls_config: {{ca_file: {_quote(ca_file)}}}" if ca_file else ""

@@ -1,4 +1,4 @@
-"""Take metric snapshots of the coordinator and of every node, and list the targets for Prometheus.
+"""Source of the metrics of the coordinator and of every node, and the list of targets for Prometheus.
 
 A snapshot is taken in one step on the loop and serialized on a thread, because streams must not wait for a scrape. A
 node that does not answer has no snapshot: its scrape fails, and Prometheus reports `up 0` instead of old numbers.
@@ -32,25 +32,26 @@ from wire.identity import NodeId
 from wire.node_state import SCRAPABLE, NodeState
 
 MEASURES_TIMEOUT_SECONDS = 3.0
-"""Maximum seconds to wait for a node's measurements; less than the timeout of Prometheus."""
+"""Maximum seconds to wait for a node's measurements, below the scrape timeout of Prometheus."""
 MAX_MEASURES_BYTES = 16 * 1024
 """Maximum bytes of a node's measurements."""
 VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
 Validities = Mapping[str, tuple[float, float]]
-"""Issue and expiry of certificates in Unix seconds, by name."""
+"""Times of issue and expiry of certificates in Unix seconds, by name."""
 
 
 class NodeUnreachable(Exception):
-    """Raised if the metrics of a node are not available now. The text has the reason."""
+    """Raised if the metrics of a node are currently not available. The text has the reason."""
 
 
 class MetricsService:
     """Source of all metrics of the coordinator and of the nodes.
 
-    `read_validities` reads the validity of certificates by name. `get_conditions` returns for each alert rule whether
-    its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` the metrics of
-    wishes. `count_unwritten` returns the number of changes that wait for the disk (`Database.count_unwritten`).
+    `read_validities` reads the validity of the coordinator's certificates. `get_conditions` returns whether the
+    condition of each alert rule is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot`
+    those of wishes. `count_unwritten` returns the number of changes that wait for the disk
+    (`Database.count_unwritten`).
     """
 
     def __init__(
@@ -80,17 +81,17 @@ class MetricsService:
         self._count_unwritten = count_unwritten
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
-        """Return the coordinator's metrics in the format that an Accept header requests, with the content type.
+        """Return the coordinator's metrics, in the format that an Accept header requests, and the content type.
 
         Label values of former nodes and counters of former keys are deleted first (`take_snapshot`).
         """
         return await asyncio.to_thread(_render, collect_families(POOL, self.take_snapshot()), accept)
 
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics in the format that an Accept header requests, with the content type.
+        """Return a node's metrics, in the format that an Accept header requests, and the content type.
 
         If the node sends invalid measurements, its histograms are missing. Raise `NodeUnreachable` if the node is
-        absent, does not answer within `MEASURES_TIMEOUT_SECONDS` or is no member any more.
+        absent, is not a member, or does not answer within `MEASURES_TIMEOUT_SECONDS`.
         """
         measures = await self._fetch_measures(node)
         view = self._nodes.registry.build_view().find_node(node)
@@ -99,10 +100,10 @@ class MetricsService:
         return await asyncio.to_thread(_render, self.collect_node(view, measures), accept)
 
     def list_targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
-        """Return the targets of Prometheus service discovery: one per member that has not left.
+        """Return the targets of Prometheus service discovery: one for each member that has not left.
 
-        All have the coordinator's address: `host` and `scheme`, as the client used them. The scrape of a member that
-        does not answer fails.
+        All targets have the coordinator's address, with the `host` and `scheme` that the client used. The scrape of a
+        member that does not answer fails.
         """
         return [
             {
@@ -119,17 +120,17 @@ class MetricsService:
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
-        """Return the metric families of a node with their series, by its newest report and these measurements.
+        """Return the metric families of a node with their series, from its newest report and its measurements.
 
-        Without measurements (None), the histograms and the metrics of the agent's process are missing. Checks and
-        refusals of the gate are totals of the report then. Raise `KeyError` for an unknown node.
+        If `measures` is None, the histograms and the metrics of the agent's process are missing, and the checks and
+        refusals of the gate are totals. Raise `KeyError` for an unknown node.
         """
         return collect_families(NODE, self.take_node_snapshot(view, measures))
 
     def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
-        """Return the metrics snapshot of a node by its newest report and these measurements, if any.
+        """Return the metrics snapshot of a node, from its newest report and its measurements, if any.
 
-        Admit new label values of the node within their limits. Raise `KeyError` for an unknown node.
+        New label values of the node are admitted within their limits. Raise `KeyError` for an unknown node.
         """
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
@@ -164,8 +165,7 @@ class MetricsService:
     def take_snapshot(self) -> PoolSnapshot:
         """Return the metrics snapshot of the coordinator, without requests to nodes.
 
-        Delete the admitted label values of nodes that are no members, and the counters of keys that do not exist any
-        more.
+        Also delete the admitted label values of former nodes, and the counters of keys that no longer exist.
         """
         dispatcher, nodes = self._dispatcher, self._nodes
         view, now, links, server = dispatcher.view, dispatcher.get_time(), nodes.links.table, nodes.server

@@ -1,8 +1,7 @@
-"""Event stream of the pool: the events that the coordinator and the router log, as server-sent events.
+"""Event stream of the pool: events that the coordinator and the router log, as server-sent events.
 
-The newest events are in a ring; each reader has a bounded queue. A slow reader loses the oldest events and receives
-their number. A reader that reconnects sends its last event number and receives the events since then, as far as they
-are kept.
+The newest events are in a ring, and each reader has a bounded queue. A slow reader loses its oldest events and receives
+their number. A reader that reconnects sends its last event number and receives the later events that are still stored.
 """
 
 import asyncio
@@ -15,22 +14,25 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
-"""Maximum number of stored events; the oldest one is removed first."""
+"""Maximum number of stored events. The oldest one is removed first."""
 MAX_QUEUED_EVENTS = 200
-"""Maximum queued events of one reader, or the number of events that the reader gets first if that is more."""
+"""Maximum queued events of one reader, or the number of events that the reader gets first if that is higher."""
 MAX_READERS = 64
 """Maximum number of concurrent readers of events."""
 KEEPALIVE_SECONDS = 15.0
-"""Seconds of silence after which a reader receives a comment."""
+"""Seconds without events after which a reader receives a comment."""
 STREAMED_LOGGERS = ("coordinator.", "router.")
 """Prefixes of loggers whose events are streamed. Events of libraries are only in the log."""
 Event = tuple[int, bytes]
-"""Number of an event, and its JSON. The numbers begin with the Unix milliseconds of the start, and therefore grow also
-over a restart of the coordinator."""
+"""Number of an event, and its JSON.
+
+The numbers start with the Unix milliseconds of the coordinator's start. They therefore also grow across restarts.
+"""
 
 
 class EventLog:
-    """Ring of the newest events, and its readers. `add_event` is thread-safe; call all else on the event loop."""
+    """Ring of the newest events, and its readers. `add_event` is thread-safe; all other calls must be on the event
+    loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -41,7 +43,8 @@ class EventLog:
         self._numbers_of_readers = itertools.count(1)
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """Add an event of the log, with secrets already hidden. Ignore events of loggers outside `STREAMED_LOGGERS`."""
+        """Add an event of the log, whose secrets are already hidden. Ignore events of loggers outside
+        `STREAMED_LOGGERS`."""
         if str(event.get("logger", "")).startswith(STREAMED_LOGGERS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
@@ -57,7 +60,7 @@ class EventLog:
 
     @property
     def full(self) -> bool:
-        """Whether the limit of readers is reached."""
+        """Whether the maximum number of readers is reached."""
         return self.readers >= MAX_READERS
 
     @property
@@ -68,8 +71,8 @@ class EventLog:
     async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield the events after number `last`, or the newest `newest` events if `last` is None, as server-sent events.
 
-        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The caller
-        checks `full` before, because this call does not limit the readers.
+        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` without events. The caller
+        must check `full` first, because this method does not limit the readers.
         """
         ring = list(self._ring)
         begin = [event for event in ring if event[0] > last] if last is not None else ring[max(0, len(ring) - newest) :]

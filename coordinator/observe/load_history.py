@@ -3,7 +3,7 @@
 Rules
 - A reading has totals and gauges of one moment. Totals are stored as rates between two readings.
 - An unknown value is a gap, never zero and never the last value. Examples: memory of a lost or paused node, time to
-  first token without one, every value while the coordinator slept.
+  first token without a first token, every value while the coordinator slept.
 - The size is fixed: `MAX_POINTS` points of the pool and of at most `MAX_NODES` nodes. The pool's points include all
   nodes.
 """
@@ -18,7 +18,7 @@ from wire.identity import NodeId
 INTERVAL_SECONDS = 10.0
 """Seconds between two readings of the load."""
 MAX_POINTS = 360
-"""Number of points of each series: one hour. The oldest point is removed first."""
+"""Number of points of each series, which cover one hour. The oldest point is removed first."""
 MAX_NODES = 64
 """Maximum number of nodes with their own points, of 17 KB each."""
 UNKNOWN = math.nan
@@ -43,11 +43,11 @@ class NodeLoad:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_tokens: int = 0
-    """Requests that have received their first token from the node."""
+    """Number of requests for which the node has generated the first token."""
     first_token_seconds: float = 0.0
     """Sum of the times to first token of the requests in `first_tokens`, in seconds."""
     in_flight: int = 0
-    """Number of requests on the node now."""
+    """Current number of requests on the node."""
     memory: int | None = None
     """Current memory in bytes; None while the node is not linked or the pool does not use its memory."""
     cap: int | None = None
@@ -64,7 +64,7 @@ class LoadReading:
     requests: int = 0
     """Total of ended requests since the coordinator started."""
     queued: int = 0
-    """Number of requests that wait for a node now."""
+    """Current number of requests that wait for a node."""
 
 
 class _Ring:
@@ -95,8 +95,8 @@ class LoadHistory:
     def add_reading(self, reading: LoadReading) -> None:
         """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps.
 
-        The first reading adds no point. Readings are at least `INTERVAL_SECONDS` apart, also if the clock says less.
-        Delete the points of nodes that are not in the reading.
+        The first reading adds no point. If the clock was set back, `INTERVAL_SECONDS` are assumed between both
+        readings. The points of nodes that are not in the reading are deleted.
         """
         last, self._last = self._last, reading
         for node in self._nodes.keys() - reading.nodes.keys():
@@ -124,7 +124,7 @@ class LoadHistory:
     def to_row(self, points: int = MAX_POINTS) -> dict[str, object]:
         """Return the newest `points` points as a row of the API, oldest first.
 
-        None is a gap. `number` is the sequence number of the newest point; before the first point, it is -1 and the
+        None is a gap. `number` is the sequence number of the newest point. Before the first point, it is -1 and the
         series are empty.
         """
         count = min(points, MAX_POINTS, self._number + 1)

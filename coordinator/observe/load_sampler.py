@@ -15,12 +15,17 @@ from wire.node_state import NodeState
 
 log = structlog.get_logger("coordinator.load")
 MEASURED_STATES = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
-"""States in which the memory and the cap of a node are recorded. In other states the pool does not use the memory, or
-has no recent report of the node."""
+"""States in which the memory and the cap of a node are recorded.
+
+In other states the pool does not use the memory of the node, or has no recent report.
+"""
 
 
 def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadReading:
-    """Return the load of the pool and of each member at `at` (Unix seconds), without nodes that have left."""
+    """Return the load of the pool and of each member. `at` is the current time in Unix seconds.
+
+    Nodes that have left are omitted.
+    """
     counters = dispatcher.counters
     members = {
         node.id: build_node_load(node, counters.nodes.get(node.id), dispatcher.count_in_flight(node.id))
@@ -31,7 +36,10 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
 
 
 def build_node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
-    """Return the load of one member. `memory` and `cap` are None unless its state is in `MEASURED_STATES`."""
+    """Return the load of one member, from its view, its counters (None: zero) and the number of its requests.
+
+    `memory` and `cap` are None unless the state of the member is in `MEASURED_STATES`.
+    """
     counts, measured = counts or NodeCounts(), node.state in MEASURED_STATES
     return NodeLoad(
         prompt_tokens=counts.prompt_tokens,
@@ -45,7 +53,7 @@ def build_node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -
 
 
 async def sample_load(history: LoadHistory, read: Callable[[float], LoadReading]) -> None:
-    """Add a reading every `INTERVAL_SECONDS` until cancelled. A failed reading is a gap.
+    """Add a reading to `history` every `INTERVAL_SECONDS` until cancelled. A failed reading is a gap.
 
     `read` returns the load at a Unix time. The first of consecutive failures is logged.
     """

@@ -1,4 +1,4 @@
-"""Reader of the coordinator's log file: its newest part and its additions."""
+"""Reader of the coordinator's log file: its newest part, and lines that are appended later."""
 
 import asyncio
 import os
@@ -15,9 +15,9 @@ MAX_LINE_BYTES = 1024 * 1024
 async def read_log(file: Path, max_bytes: int, *, interval_seconds: float | None = None) -> AsyncGenerator[bytes]:
     """Yield the newest `max_bytes` bytes of a log file, from the first complete line.
 
-    With `interval_seconds`, continue with additions to the file, polled at this interval. A rotated file is read to its
-    end, then the new file from its start. A file that has become shorter is read from its start. The iterator then ends
-    only when the caller closes it. Raise `OSError` if the file cannot be read.
+    With `interval_seconds`, continue with appended bytes, polled at this interval, until the caller closes the
+    iterator. A rotated file is read to its end, then the new file from its start. A file that has become shorter is
+    read from its start. Raise `OSError` if the file cannot be read.
     """
     opened = await asyncio.to_thread(file.open, "rb")
     try:

@@ -1,4 +1,4 @@
-"""Rows of the API for nodes and models, and warnings about nodes. Sizes are in bytes."""
+"""Rows of the API for nodes and their models, and warnings about nodes. Sizes are in bytes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ class NodeFacts:
     in_flight: int
     """Number of requests on the node, counted by the coordinator."""
     reported_seconds_ago: float | None
-    """Seconds since the newest report; None without one."""
+    """Seconds since the newest report; None before the first."""
 
 
 def build_node_row(view: NodeView, member: Member, row: MemberRow, facts: NodeFacts) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def get_model_state(model: Model) -> dict[str, Any]:
 def get_speeds(model: Model) -> dict[str, float]:
     """Return the prefill and decode speeds of a model that placement uses, in tokens per second.
 
-    The decode speed is for one request alone. Values are recent measurements, or estimates before the first
+    The decode speed is that of a single request. Values are recent measurements, or estimates before the first
     measurement.
     """
     return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
@@ -183,10 +183,9 @@ def get_measured_memory(model: Model) -> dict[str, object] | None:
 
 
 def can_answer(view: NodeView) -> bool:
-    """Return whether this node can answer a request now.
+    """Return whether a node can answer a request now. A cordoned node can.
 
-    Its state is ready, its engine is ready, its gate is armed or off, and at least one model has no fault. A cordoned
-    node can answer.
+    Its state is ready, its engine is ready, its gate is armed or off, and at least one of its models can be loaded.
     """
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())
@@ -194,7 +193,7 @@ def can_answer(view: NodeView) -> bool:
 
 
 def list_warnings(view: NodeView) -> list[str]:
-    """Return texts about conditions of a node that prevent requests: gate, memory or engine."""
+    """Return texts about conditions of a node that prevent requests. They concern its gate, memory or engine."""
     memory, engine, warnings = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
         warnings.append(f"its gate is not armed: it refuses every request ({engine.state})")
@@ -209,9 +208,10 @@ def list_warnings(view: NodeView) -> list[str]:
 
 
 def list_dangers(view: NodeView) -> list[str]:
-    """Return texts about reduced memory protection of a node, and about usage over its cap.
+    """Return texts about reduced memory protection of a node, and about memory usage above its cap.
 
-    The node's own warnings come first. A guard that is off and a margin of 0 are added unless a warning names them.
+    The node's own warnings come first. Texts about a guard that is off and a margin of 0 are added unless a warning
+    names them.
     """
     memory, dangers = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in dangers):
