@@ -1,10 +1,11 @@
-"""History of the reconciler's own actions: running actions, swaps, failures, and the use of models. Pure.
+"""History of the reconciler's actions: running actions, swaps, failures, and the use of models. Pure.
 
-A round is one evaluation of all wishes by the reconciler. `step` applies one event. The events of a node alternate: an
-action begins, and it ends. Invariants
+A round is one evaluation of all wishes by the reconciler. `step` applies one event. On each node, the start of an
+action and its end alternate.
 
+Invariants
 - A node has at most one running action.
-- The swap of a node ends with the load of the model that needed the memory, loaded or refused.
+- A node's swap ends when the load of the model that needed the memory has ended, successfully or not.
 - The wait after a failure doubles from `BACKOFF_SECONDS` up to `MAX_BACKOFF_SECONDS`. A success ends it.
 """
 
@@ -19,14 +20,14 @@ from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError
 
 BACKOFF_SECONDS = 10.0
-"""Wait after the first refusal or failure of an action, in seconds. Each further one in a row doubles it."""
+"""Wait after the first refusal or failure of an action, in seconds. Each consecutive one doubles the wait."""
 MAX_BACKOFF_SECONDS = 600.0
 MIN_SWAP_SECONDS = 10.0
-"""Minimum cost of a swap, in seconds, because the load time of a model may be unknown and then counts as 0."""
+"""Minimum cost of a swap, in seconds. Without it, a model whose load time is unknown would cost 0 s."""
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Last swap of a node: models that were unloaded for another model, and the load of that model."""
+    """Last swap of a node: the unload of models for another model, and the load of that model."""
 
     model: str
     """Model that needed the memory of the unloaded models."""
@@ -35,36 +36,36 @@ class Swap(msgspec.Struct, frozen=True):
     ended: bool
     """Whether the load of `model` has ended, successfully or not."""
     at: float
-    """Start of the running unload of this swap, or end of its last action, in monotonic seconds."""
+    """Monotonic time in seconds of the last end of an action of this swap, or of the start of a running unload."""
 
 
 class NodeHistory(msgspec.Struct, frozen=True):
-    """Actions on one node."""
+    """History of the actions on one node."""
 
     running: WishAction | None = None
-    """Action that has begun and not ended; None without one."""
+    """Action that has begun and not ended; None if there is none."""
     ended_at: float = -1.0
-    """End of the last action, in monotonic seconds; -1 before the first."""
+    """Monotonic time in seconds at which the last action ended; -1 before the first."""
     done: WishAction | None = None
-    """Action that ended last, if it succeeded; else None."""
+    """Last ended action, if it succeeded; else None."""
     swap: Swap | None = None
     """Newest swap on the node; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):
-    """Refusals and failures in a row of loads and unloads of one model on one node."""
+    """Consecutive refusals and failures of loads and unloads of one model on one node."""
 
     count: int
     """Number of refusals or failures since the last success."""
     until: float
-    """Time before which neither a load nor an unload is tried again, in monotonic seconds.
+    """Monotonic time in seconds before which neither a load nor an unload is tried again.
 
     A load that was refused for memory is tried earlier if the headroom of the node has grown.
     """
     why: str
     """Text of the newest refusal or failure."""
     headroom: int | None = None
-    """Headroom of the node in bytes if the newest action was refused for memory; None after any other failure.
+    """Headroom of the node in bytes if the newest action was refused for memory; else None.
 
     For a load, it is the larger of the headrooms before the order and after the refusal.
     """
@@ -80,21 +81,20 @@ class ActionHistory(msgspec.Struct, frozen=True):
     )
     """Refusals and failures since the last success, by node and model."""
     used_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Time of the last round that found a request of each model: queued, running, or ended since the round before."""
+    """Time of the last round that found a request for each model: queued, running, or ended since the round before."""
     wished_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Time since which a wish for each model is known, or of its last successful load for the wish if that is later."""
+    """Time since which the wish for each model is known, or of the last successful load for it if that is later."""
     replicas: Mapping[tuple[NodeId, str], float] = msgspec.field(default_factory=dict[tuple[NodeId, str], float])
-    """Time at which each replica, by node and model, was last seen ready."""
+    """Time of the last round in which each replica, by node and model, was ready."""
 
     def get_node(self, node: NodeId) -> NodeHistory:
-        """Return the history of one node; an empty one before its first action."""
+        """Return the history of one node. It is empty before the first action on the node."""
         return self.nodes.get(node, _NOTHING)
 
     def find_unreported(self, node: NodeView) -> WishAction | None:
-        """Return the action on a node that its newest report does not show: the running one, or one that has just
-        succeeded.
+        """Return the action on a node that its newest report does not show yet; None if there is none.
 
-        Return None if the report shows all actions.
+        That is the running action, or the last one if it has just succeeded.
         """
         own = self.get_node(node.id)
         return own.running or (own.done if node.reported_at <= own.ended_at else None)
@@ -120,16 +120,16 @@ class ActionBegan(msgspec.Struct, frozen=True):
 
 
 class ActionEnded(msgspec.Struct, frozen=True):
-    """Event: the action of a node ended. `why` is empty for a success, else the text of the refusal or failure."""
+    """Event: the running action of a node ended. `why` is the text of the refusal or failure; empty for a success."""
 
     node: NodeId
     why: str = ""
     headroom: int | None = None
-    """Headroom of the node in bytes, if it refused for lack of memory; None for any other end."""
+    """Headroom of the node in bytes if the node refused the action for memory; None for any other end."""
 
 
 class RoundBegan(msgspec.Struct, frozen=True):
-    """Event: a round of the reconciler reads this state of the pool. `wished` are the models with a wish."""
+    """Event: a round of the reconciler begins, with this state of the pool. `wished` are the models with a wish."""
 
     pool: PoolState
     wished: frozenset[str]
@@ -143,7 +143,7 @@ Event = ActionBegan | ActionEnded | RoundBegan
 def step(history: ActionHistory, event: Event, now: float) -> ActionHistory:
     """Apply one event at `now` (monotonic seconds), and return the new history.
 
-    Raise `IllegalEventError` for an event that is illegal now.
+    Raise `IllegalEventError` if an action begins on a busy node, or ends on a node without one.
     """
     match event:
         case ActionBegan():

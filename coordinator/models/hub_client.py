@@ -1,4 +1,4 @@
-"""Queries to the hub, each in a child process `node.hub.query`, because the hub's library belongs to nodes."""
+"""Queries to the hub, each in a child process `node.hub.query`, because only the node imports the hub's library."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from wire.frames import ModelOrderCode
 from wire.models.hub_query import QUERY_TIMEOUT_SECONDS, HubAnswer, HubQuery, HubRefusal
 
 CHILD_TIMEOUT_SECONDS = QUERY_TIMEOUT_SECONDS + 15.0
-"""Maximum run time of a child process in seconds. The child ends itself after `QUERY_TIMEOUT_SECONDS`."""
+"""Maximum run time of a child process, in seconds. The child itself gives up after `QUERY_TIMEOUT_SECONDS`."""
 MAX_QUERIES = 2
 """Maximum concurrent queries; further queries wait."""
 MAX_TOKEN_BYTES = 4096
@@ -23,11 +23,11 @@ log = structlog.get_logger("coordinator.models.hub_client")
 
 
 class TokenFileError(Exception):
-    """The file with the token of the hub cannot be used. The text has the reason."""
+    """Raised if the file with the token of the hub cannot be used. The text has the reason."""
 
 
 class HubClient:
-    """Client of the hub in `settings`. `program` is the command line of the child process of each query."""
+    """Client of the hub in `settings`. `program` is the command line of the child process for a query."""
 
     def __init__(
         self, settings: HubSettings, program: tuple[str, ...] = (sys.executable, "-P", "-m", "node.hub.query")
@@ -38,7 +38,7 @@ class HubClient:
         self._free = asyncio.Semaphore(MAX_QUERIES)
 
     def read_token(self) -> str:
-        """Return the token of the hub; empty without a token file. Raise TokenFileError if the file cannot be used."""
+        """Return the token of the hub; empty if none is configured. Raise `TokenFileError` for an unusable file."""
         if not self._token_file:
             return ""
         path = resolve_home(self._token_file)
@@ -56,8 +56,9 @@ class HubClient:
     async def query(self, repo: str, revision: str) -> HubAnswer | HubRefusal:
         """Query the hub for the files and the metadata of a repository. An empty `revision` selects `main`.
 
-        Return a refusal also if the token file cannot be used, if the child cannot be started or fails, or after
-        `CHILD_TIMEOUT_SECONDS`. The wait for a free child is not part of that time. A cancellation kills the child.
+        Return the answer, or a refusal if the hub refuses. A refusal is also returned if the token file cannot be used,
+        if the child cannot be started or fails, or after `CHILD_TIMEOUT_SECONDS`. The wait for one of `MAX_QUERIES`
+        places is not part of that time. A cancellation kills the child.
         """
         try:
             token = self.read_token()

@@ -1,4 +1,4 @@
-"""Orders about model files with an awaited result: verify a model on a node, or remove it there."""
+"""Orders about model files whose result is awaited: verify or remove a model on a node."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,9 +8,9 @@ from wire.frames import Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgre
 from wire.identity import NodeId
 
 ORDER_TIMEOUT_SECONDS = 6 * 3600.0
-"""Maximum wait for the end of an order in seconds, enough to verify a terabyte from a slow disk.
+"""Maximum wait for the end of an order, in seconds: enough to verify a terabyte on a slow disk.
 
-The order continues on the node after that.
+After that, the order continues on the node.
 """
 MAX_OPEN_ORDERS = 64
 
@@ -34,11 +34,11 @@ class ModelOrders:
         self._open: dict[int, _OpenOrder] = {}
 
     async def run(self, kind: type[VerifyModel] | type[RemoveModel], node: NodeId, model: str) -> ModelOrderEnded:
-        """Send an order about a model to a node and return its end.
+        """Send an order about a model to a node, wait for its end, and return the end.
 
-        The end has the code `rate_limited` with `MAX_OPEN_ORDERS` open orders. It has the code `failed` without a link,
-        when the link is lost, and after `ORDER_TIMEOUT_SECONDS`. After a timeout or a cancellation of this call, the
-        node continues the order.
+        If `MAX_OPEN_ORDERS` are open, the end has the code `rate_limited`. If the node is not linked or its link is
+        lost, or after `ORDER_TIMEOUT_SECONDS`, it has the code `failed`. After a timeout or a cancellation of this
+        call, the node continues the order.
         """
         order = self._number()
         if len(self._open) >= MAX_OPEN_ORDERS:
@@ -57,7 +57,7 @@ class ModelOrders:
             del self._open[order]
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
-        """End an order with the `ModelOrderEnded` of its node. Ignore progress, and frames about unknown orders."""
+        """End the order that a node reports as ended. Ignore progress, and frames about unknown orders."""
         opened = self._open.get(frame.order)
         if opened is None or opened.node != node or opened.ended.done():
             return
@@ -65,7 +65,7 @@ class ModelOrders:
             opened.ended.set_result(frame)
 
     def handle_lost_node(self, node: NodeId) -> None:
-        """End the orders of a node whose link is lost."""
+        """End the orders of a node whose link is lost, with the code `failed`."""
         for order, opened in list(self._open.items()):
             if opened.node == node and not opened.ended.done():
                 text = "the link to the node was lost: the order may have been performed, look at `cluster models`"

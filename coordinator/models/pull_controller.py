@@ -1,4 +1,4 @@
-"""Controller of pulls: feeds events into their state machines and performs the actions, on the coordinator's loop.
+"""Controller of pulls, which passes events to their state machines and performs the actions, on the coordinator's loop.
 
 `pull_state` makes all decisions. A pull survives restarts of the coordinator (`PullRecords`) and of nodes, which keep
 the received pieces on their disks.
@@ -61,21 +61,21 @@ from wire.units import show_size
 MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
 MAX_OPEN_PULLS = 16
 PULL_BITS = 20
-"""Size in bits of the lowest part of an order number, which counts the orders of one pull."""
+"""Number of the lowest bits of an order number, which count the orders of one pull."""
 
 log = structlog.get_logger("coordinator.models.pull_controller")
 
 
 class TooManyPullsError(Exception):
-    """`MAX_OPEN_PULLS` pulls are open."""
+    """Raised if `MAX_OPEN_PULLS` pulls are open. The text has the limit and the next step."""
 
 
 class PullController:
     """Controller of all pulls, and of the other orders about model files (`orders`, `quantizations`).
 
     `state` is the state folder. `send` sends a frame to a node and returns False if the node is not linked. `transfers`
-    are the transfers that the cluster port relays. `epoch` is the number of the coordinator's start,
-    which makes order numbers unique. `wall` returns Unix seconds.
+    are the transfers that the cluster port relays. `epoch` is the number of the coordinator's start, which makes order
+    numbers unique. `wall` returns Unix seconds.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class PullController:
         self._timer: asyncio.TimerHandle | None = None
         self._has_view = False
         self.pulls: dict[str, PullRecord] = {}
-        """All pulls by id, the oldest first."""
+        """All pulls by id, oldest first."""
         for record in self._records.load():
             restored = record if record.ended else record.set_state(self._restore(record.state), wall())
             self.pulls[record.id] = restored
@@ -122,12 +122,12 @@ class PullController:
     # -- commands of administrators ---------------------------------------------------------
 
     def start_pull(self, manifest: ModelManifest, nodes: Sequence[NodeId], actor: str) -> PullRecord:
-        """Start a pull on nodes, and return its record, which is on the disk. The first linked node downloads from the
-        hub.
+        """Start a pull of `manifest` on nodes, and return its record, which is stored on the disk.
 
-        If an open pull has the same files, includes all these nodes and has failed on none of them, that pull is
-        returned instead. The oldest ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError,
-        or OSError if the record cannot be written. `actor` is as `AuditRow.actor`.
+        The first linked node downloads from the hub. If an open pull has the same files, includes all these nodes and
+        has failed on none of them, that pull is returned instead. The oldest ended records above `MAX_ENDED_RECORDS`
+        are deleted. `actor` is the actor for the record (`AuditRow.actor`). Raise `TooManyPullsError`, or `OSError` if
+        the record cannot be written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
         for record in opened:
@@ -149,7 +149,7 @@ class PullController:
         return self.pulls[record.id]
 
     def cancel_pull(self, pull: str) -> bool:
-        """Cancel a pull. Received pieces are kept on the disks. Return False if there is no open pull of this id."""
+        """Cancel a pull. The nodes keep received pieces on their disks. Return False if no open pull has this id."""
         record = self.pulls.get(pull)
         if record is None or record.ended is not None:
             return False
@@ -166,11 +166,10 @@ class PullController:
                 log.warning("pull not deleted", pull=pull, why=str(error))
 
     def find_waiting_refusal(self, model: str) -> Refused | None:
-        """Return the refusal of a request for a model that a node pulls now, with the progress and the expected time
-        left.
+        """Return the refusal of a request for a model that a node is pulling; None if no node is pulling it.
 
-        Return None if no node pulls the model now. The refusal is not final: the request waits for the model in the
-        queue.
+        The text has the progress and the expected time left. The refusal is not final: the request waits for the model
+        in the queue.
         """
         return next((refused for refused in map(self._refuse_for_now, self._find_open_pulls(model)) if refused), None)
 
@@ -193,8 +192,7 @@ class PullController:
     def apply_view(self, view: ClusterView) -> None:
         """Compare the links of the nodes with the last view, and apply the changes to open pulls and quantizations.
 
-        With the first view, end pulls and quantizations on nodes that are no members any more, because they left before
-        the coordinator started.
+        At the first view, end pulls and quantizations on former members, which left before the coordinator started.
         """
         if not self._has_view:
             self._has_view = True
@@ -218,10 +216,10 @@ class PullController:
             self.remove_node(node)
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
-        """Handle a frame of a node about an order of a pull, an awaited order, or a quantization.
+        """Process a frame of a node about an order of a pull, an awaited order, or a quantization.
 
-        Frames about unknown orders are ignored. A node that works on a cancelled pull gets the cancel again,
-        because it may have had no link before.
+        Frames about unknown orders are ignored. A node that works on a cancelled pull gets the cancel again, because it
+        may not have been linked before.
         """
         if isinstance(frame, ModelOrderProgress) and self._is_cancelled(node, frame.order):
             self._send(node, CancelModelOrder(frame.order))
@@ -241,7 +239,7 @@ class PullController:
         self.orders.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the quantizations of a node that is no longer a member, and fail each open pull on that node.
+        """End the quantizations of a node that has left the pool, and fail its part of each open pull.
 
         The pulls continue on their other nodes.
         """

@@ -12,28 +12,31 @@ from wire.report import Model
 from wire.units import GIB, show_size
 
 MIN_CONTEXT_TOKENS = 4096
-"""Tokens of context for which `ALL` and `AUTO` require memory on a node; the context of the model if that is smaller. A
-named node without room for it gets a warning only."""
+"""Tokens of context for which a node needs memory with `ALL` and `AUTO`.
+
+If the model's context is smaller, that context applies. A named node with too little memory only gets a warning.
+"""
 MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
-"""Disk space that a pull must leave free: a share of the disk, at most these bytes. `node.hub.download.disk_space` has
-the same values.
+"""Disk space that a pull must leave free: a share of the disk, and the maximum of that share in bytes.
+
+`node.hub.download.disk_space` has the same values.
 """
 
 
 class NodeSelection(StrEnum):
     """Selection of the nodes of a pull.
 
-    A node that has the model needs no room on its disk. A node with an unknown cap counts as one with room in its
-    memory. A linked node whose disk is unknown is not selected: its version cannot pull models, or the disk cannot be
-    read. An unlinked node whose disk is unknown counts as one with room.
+    A node that already has the model needs no room on its disk. A node with an unknown cap counts as one with enough
+    memory. A linked node with an unknown disk is not selected, because its version cannot pull models or the disk
+    cannot be read. An unlinked node with an unknown disk counts as one with room.
     """
 
     NAMED = "named"
-    """Named nodes that have room on their disks. Room in memory is not required, and a node may be away now."""
+    """Named nodes with room on their disks. Memory is not required, and a node may be absent."""
     ALL = "all"
-    """Every member that has room on its disk and in its memory, also members that are away now."""
+    """Every member with room on its disk and in its memory, including absent members."""
     AUTO = "auto"
-    """Every linked member that has room on its disk and in its memory."""
+    """Every linked member with room on its disk and in its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +52,12 @@ class NodePlan:
     free: int
     """Free bytes of the disk; 0 if unknown."""
     context: int
-    """Maximum tokens of one row on the idle node, at most the context length of the model. The value is 0 if the model
-    does not fit, or if its context length or the memory of the node is unknown."""
+    """Maximum tokens of one row on the idle node, at most the context length of the model.
+
+    The value is 0 if the model does not fit, or if its context length or the memory of the node is unknown.
+    """
     reason: str
-    """Why the node is not chosen, or a warning about a chosen node; empty without one."""
+    """Why the node is not chosen, or a warning about a chosen node; empty if there is neither."""
 
     def to_row(self) -> dict[str, object]:
         """Return the plan as a row of the API."""
@@ -70,18 +75,20 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """Plan of a pull: for each node of the pool, whether it gets the model, and why not."""
+    """Plan of a pull: whether each node of the pool gets the model, and why not."""
 
     nodes: tuple[NodePlan, ...]
 
     @property
     def chosen(self) -> tuple[NodeId, ...]:
-        """Ids of the nodes that get the model. Nodes that have a model of this name come first, because they may have
-        files of the wanted revision already."""
+        """Ids of the nodes that get the model.
+
+        Nodes that have a model of this name come first, because they may already have files of the wanted revision.
+        """
         return tuple(node.node for node in sorted(self.nodes, key=lambda node: not node.has_model) if node.is_chosen)
 
     def explain(self) -> str:
-        """Return why no node is chosen, with the reason of each node."""
+        """Return why no node is chosen, as text with the reason of each node."""
         reasons = "; ".join(f"{node.name}: {node.reason}" for node in self.nodes if node.reason)
         return f"no node can get the model: {reasons or 'the pool has no nodes'}"
 
@@ -89,9 +96,10 @@ class PullPlan:
 def plan_pull(
     view: ClusterView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId] = ()
 ) -> PullPlan:
-    """Choose the nodes of a pull of `size` bytes, and return the plan. `model` predicts the memory of the model.
+    """Choose the nodes of a pull of `size` bytes, and return the plan.
 
-    `named` are the nodes that `NodeSelection.NAMED` selects. Nodes in the states left and joining are left out.
+    `model` describes the model, from which its memory is predicted. `named` are the nodes for `NodeSelection.NAMED`.
+    Nodes in the states left and joining are omitted.
     """
     nodes = [node for node in view.nodes if node.state not in (NodeState.LEFT, NodeState.JOINING)]
     return PullPlan(tuple(_plan_node(node, model, size, selection, named) for node in nodes))

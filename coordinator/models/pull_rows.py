@@ -31,9 +31,9 @@ def build_pull_row(record: PullRecord, get_name: Callable[[NodeId], str]) -> dic
 
 
 def summarize_state(record: PullRecord) -> str:
-    """Return the state of a pull: `pulling` while it is open on a node.
+    """Return the state of a pull as a word: `pulling` while it is open on at least one node.
 
-    Then `failed` if it failed on a node, else `cancelled` if it was cancelled on a node, else `completed`.
+    An ended pull is `failed` if it failed on a node, else `cancelled` if it was cancelled on a node, else `completed`.
     """
     stages = {node.stage for node in record.state.nodes.values()}
     if stages - ENDED:

@@ -1,12 +1,12 @@
-"""State machine of a pull, as data: events in, actions out. `pull_controller` performs the actions. Pure.
+"""State machine of a pull: events in, actions out. `pull_controller` performs the actions. Pure.
 
 A pull brings the files of one manifest to several nodes. One node downloads from the hub. That node is also the mirror
 from which the remaining nodes get the files, during the download. If that node fails, another node takes its place. A
 node that cannot get the files from a mirror also downloads from the hub.
 
     waiting ─(order sent)─► pulling ─(completed)─► completed
-       ▲                       ├─(source lost, rate limit, node lost)─► waiting
-       └───────────────────────┘└─(final fault)─► failed;  cancelled from every open stage
+    ▲                       ├─(source lost, rate limit, node lost)─► waiting
+    └───────────────────────┘└─(final fault)─► failed;  cancelled from every open stage
 """
 
 from collections.abc import Iterator
@@ -46,20 +46,18 @@ from wire.state_machine import IllegalEventError
 MAX_RETRIES = 8
 """Maximum retries of one node without progress. At the next fault, the pull fails on that node."""
 MAX_MIRROR_RETRIES = 2
-"""Retries without progress after which a node gets the files from the hub although a mirror listens."""
+"""Number of retries without progress after which a node uses the hub although a mirror is open."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
-"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds.
+"""Seconds before the first retry of a node, and maximum. Each retry without progress doubles them.
 
-A fault with a wait of its own (`ModelOrderEnded.retry_after`) is retried after that wait.
+If a fault has a wait of its own (`ModelOrderEnded.retry_after`), the retry follows after that wait.
 """
 MAX_RATE_LIMIT_SECONDS = 3600.0
-"""Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails on the
-node."""
+"""Maximum wait after a rate limit of the hub, in seconds. If the hub requires more, the pull fails on the node."""
 UNLINKED_SECONDS = 60.0
-"""Seconds without a link after which a node's order counts as lost, so that another node can download in its place."""
+"""Seconds without a link after which a node's order counts as lost. Another node can then download in its place."""
 MIRROR_START_SECONDS = 20.0
-"""Maximum seconds for a node to open its mirror. After that its order is cancelled, and another node serves this
-pull."""
+"""Maximum seconds in which a node must open its mirror. After that, its order is cancelled and another node serves."""
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
 """Codes that are faults of the repository if they come from the hub. They would occur on every node."""
 
@@ -67,9 +65,9 @@ _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCo
 def restore_pull(state: PullState, next_order: int) -> PullState:
     """Return the state of a pull after a restart of the coordinator, before any node is linked.
 
-    Nodes that pulled get a new order, to which they attach the download in progress. `next_order` is higher than all
-    numbers of former starts. A node keeps the number of its former order until it gets the new order, because a cancel
-    of the download needs that number.
+    Nodes that were pulling get a new order, which continues the download in progress. `next_order` is higher than all
+    order numbers of former starts. A node keeps the number of its former order until it gets the new one, because a
+    cancel of the download needs that number.
     """
     nodes = {
         name: replace(node, is_linked=False, stage=PullStage.WAITING, retry_at=0.0)
@@ -81,7 +79,7 @@ def restore_pull(state: PullState, next_order: int) -> PullState:
 
 
 def find_deadline(state: PullState) -> float | None:
-    """Return the time of the next `TimePassed`, in seconds of the controller's clock; None if nothing is due."""
+    """Return when the next `TimePassed` is due, in seconds of the controller's clock; None if it is not needed."""
     if state.has_ended:
         return None
     return min(_list_deadlines(state), default=None)
@@ -100,7 +98,7 @@ def _list_deadlines(state: PullState) -> Iterator[float]:
 def step(state: PullState, event: Event, now: float) -> Step:
     """Apply one event at `now` (seconds of the controller's clock). Return the new state and the actions in order.
 
-    Raise `IllegalEventError` for a node that does not belong to the pull. Frames about former orders change nothing.
+    Frames about former orders change nothing. Raise `IllegalEventError` for a node that does not belong to the pull.
     Raise `InvariantError` if the new state contradicts itself, which only a bug can cause.
     """
     node = getattr(event, "node", None)

@@ -14,7 +14,7 @@ class PullStage(StrEnum):
     """Stage of a pull on one node."""
 
     WAITING = "waiting"
-    """The node has no open order for the files, and gets one later."""
+    """The node has no open order for the files, and will get one."""
     PULLING = "pulling"
     """The node has an open order for the files."""
     COMPLETED = "completed"
@@ -34,33 +34,40 @@ class NodePull:
     order: int = 0
     """Number of the newest order; 0 before the first."""
     source: SourceKind = SourceKind.HUB
-    """Source of the newest order. `SourceKind.MIRROR` also if the node reports that another pull of the same files, to
-    which the order is attached, gets them from a mirror."""
+    """Source of the newest order.
+
+    It becomes `SourceKind.MIRROR` if the node reports that its order joined another pull of the same files, which gets
+    them from a mirror.
+    """
     is_linked: bool = False
+    """Whether the node is currently linked."""
     unlinked_at: float = 0.0
     """Time at which the link was last lost, in seconds of the controller's clock."""
     phase: str = ""
-    """Phase that the node reported last for its newest order; empty before a report, and without an open order."""
+    """Last reported phase of the newest order; empty before a report and without an open order."""
     done: int = 0
-    """Bytes done in the phase, as the node last reported (`ModelOrderProgress.done`); after completion all bytes."""
+    """Completed bytes of the phase, as last reported (`ModelOrderProgress.done`); all bytes after completion."""
     total: int = 0
+    """Bytes of `done` at the end of the phase, as last reported; 0 if unknown."""
     speed: float = 0.0
-    """Bytes per second, as the node last reported; 0 without an open order."""
+    """Bytes per second, as last reported; 0 without an open order."""
     fetched: int = 0
-    """Bytes received over the network, in all orders."""
+    """Bytes that the node received over the network, for all orders."""
     earlier: int = 0
-    """Part of `fetched` that belongs to earlier orders."""
+    """Part of `fetched` that was received for earlier orders."""
     retries: int = 0
-    """Number of retried orders since the last progress."""
+    """Number of retries since the last progress."""
     retry_at: float = 0.0
     """Time before which no order is sent, in seconds of the controller's clock; 0 if an order may be sent now."""
     rejects_mirror: bool = False
-    """Whether a mirror sent wrong content to this node, or was lost too often. The node then gets the files from the
-    hub."""
+    """Whether the node gets the files from the hub only.
+
+    The reason is that a mirror sent wrong content to this node, or was lost too often.
+    """
     code: str = ""
     """Code of the newest ended order; empty before the first end."""
     message: str = ""
-    """Fault, for a person; empty without one."""
+    """Fault, as text for a person; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Mirror:
     begun: float
     """Time at which the order to serve was sent, in seconds of the controller's clock."""
     addresses: tuple[str, ...] = ()
-    """URLs at which the mirror listens; empty until the node has opened it."""
+    """URLs at which the mirror listens; empty until the node has opened the mirror."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +92,7 @@ class PullState:
     next_order: int
     """Number of the next order of this pull."""
     mirror: Mirror | None = None
-    """Mirror from which other nodes get the files; None without one."""
+    """Mirror from which other nodes get the files; None if there is none."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
     """Nodes that could not open a mirror, or whose mirror failed."""
 
@@ -95,7 +102,7 @@ class PullState:
         return all(node.stage in ENDED for node in self.nodes.values())
 
     def check(self) -> None:
-        """Raise `InvariantError` if two values contradict each other."""
+        """Raise `InvariantError` if values contradict each other."""
         orders = [node.order for node in self.nodes.values() if node.order]
         orders += [self.mirror.order] if self.mirror else []
         wrong = [
@@ -116,19 +123,20 @@ class PullState:
 
 
 def is_pulling(node: NodePull) -> bool:
-    """Return whether a node has an order to get the files."""
+    """Return whether a node has an open order to get the files."""
     return node.stage is PullStage.PULLING
 
 
 def is_downloading(node: NodePull) -> bool:
-    """Return whether a node gets the files from the hub."""
+    """Return whether a node is getting the files from the hub."""
     return is_pulling(node) and node.source is SourceKind.HUB
 
 
 def has_files(node: NodePull) -> bool:
-    """Return whether a node can serve: it has all files, or reports that it downloads or verifies them from the hub.
+    """Return whether a node can serve files to other nodes.
 
-    A node that follows a mirror never serves: two nodes could wait for each other.
+    It can if it has all files, or if it reports that it downloads or verifies them from the hub. A node that gets the
+    files from a mirror never serves, because two nodes could wait for each other.
     """
     return node.stage is PullStage.COMPLETED or (
         is_downloading(node) and node.phase in (ModelOrderPhase.DOWNLOADING, ModelOrderPhase.VERIFYING)
@@ -145,7 +153,7 @@ def list_unfailed(state: PullState) -> frozenset[NodeId]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLinked:
-    """Event: a node has opened a link, possibly in place of an earlier one."""
+    """Event: a node has opened a link, possibly in place of an older link."""
 
     node: NodeId
 
@@ -159,14 +167,14 @@ class NodeUnlinked:
 
 @dataclass(frozen=True, slots=True)
 class PullNodeRemoved:
-    """Event: a node is no member any more."""
+    """Event: a node has left the pool."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class OrderProgressed:
-    """Event: a node reported progress of an order."""
+    """Event: a node reported the progress of an order."""
 
     node: NodeId
     frame: ModelOrderProgress
@@ -182,12 +190,12 @@ class OrderEnded:
 
 @dataclass(frozen=True, slots=True)
 class PullCancelled:
-    """Event: an administrator cancels the pull."""
+    """Event: an administrator cancelled the pull."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Event: a time of `pull_state.find_deadline` has come."""
+    """Event: the time of `pull_state.find_deadline` has passed."""
 
 
 Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnded | PullCancelled | TimePassed
@@ -198,7 +206,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node. `mirror` is the source if `source` is `SourceKind.MIRROR`; None for the hub."""
+    """Action: send PullModel to a node. `mirror` is the source with `SourceKind.MIRROR`; None with the hub."""
 
     node: NodeId
     order: int

@@ -4,24 +4,23 @@ Theory. A round compares the wishes with the newest view and returns actions. `w
 them in the history. The next round starts from the new view. No plan is kept between rounds: a changed wish, a lost
 node or a request of a client changes the next round.
 
-A round serves the wishes in order of falling eviction cost. Each missing replica goes to the best node that can load
+A round serves the wishes in descending order of eviction cost. Each missing replica goes to the best node that can load
 the model now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
 
 Rules
-
 1. A node has one action at a time. The next one waits for a report that is newer than the end of the last one.
-2. No action on a node that takes no requests: cordoned, draining, paused, suspect, asleep or lost. No load for a wish
-   on a node in `deny`, outside of `allow`, or without the labels.
+2. A node that takes no requests gets no action: cordoned, draining, paused, suspect, asleep or lost. A node in `deny`,
+   outside of `allow`, or without the labels gets no load for the wish.
 3. A load needs free memory by the node's own gate. The node then has no reason to evict another model for it.
-4. Memory is made free by unloading models that no request uses and no request has used for `RECENT_USE_SECONDS`. They
+4. Memory is freed by unloading models that no request uses and no request has used for `RECENT_USE_SECONDS`. They
    are not preloaded, and no other wish with an equal or higher eviction cost needs them.
-5. A node that refused a load for memory gets it again when its headroom has grown, or after the wait. After another
-   failure it gets the load after the wait.
-6. After a swap, a node makes no other swap for as long as both loads of the swap take.
-7. A ready replica is never moved to another node. Surplus replicas are unloaded for memory only, or when the model is
+5. A node that refused a load for memory gets it again when its headroom has grown, or after the wait. After any other
+   failure it gets the load again after the wait.
+6. After a swap, a node makes no other swap until the time has passed that both loads of the swap take.
+7. A ready replica is never moved to another node. Surplus replicas are unloaded only for memory, or when the model is
    idle.
-8. A replica on a node that went away is replaced after `RETURN_SECONDS`. After the start of the coordinator, members
-   have `START_SECONDS` to connect before replicas are loaded in their place.
+8. A replica on an absent node is replaced after `RETURN_SECONDS`. After the start of the coordinator, members have
+   `START_SECONDS` to connect before replicas are loaded in their place.
 
 A wish with an idle time rests once no request has used the model for that time. Its replicas are unloaded, and loaded
 again after the next request. A wish without `load_at_boot` rests until the first request.
@@ -50,7 +49,7 @@ from wire.identity import NodeId
 from wire.node_state import NodeState
 
 RETURN_SECONDS = 60.0
-"""Seconds for which the return of a node with a replica is awaited."""
+"""Seconds to wait for the return of an absent node before its replica is replaced."""
 _RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, NodeState.JOINING})
 """States of a node whose return is awaited for `RETURN_SECONDS`. READY: its engine restarts, or its report is late."""
 
@@ -58,8 +57,8 @@ _RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, Node
 def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory) -> Plan:
     """Return the plan of one round. `history` has the actions up to `pool.now`.
 
-    Wishes with the highest eviction cost choose their nodes first, equal ones by name. A wish that is met has no
-    action, unless its idle time has passed: its replicas are then unloaded.
+    Wishes with the highest eviction cost choose their nodes first, wishes with equal costs by name. A wish that is met
+    has no action, unless its idle time has passed: its replicas are then unloaded.
     """
     ordered = sorted(wishes, key=lambda wish: (-wish.eviction_cost, wish.model))
     states = tuple(_find_state(wish, pool, history) for wish in ordered)
@@ -81,7 +80,7 @@ def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
 def find_ready_replicas(
     wishes: Iterable[Wish], pool: PoolState, history: ActionHistory
 ) -> frozenset[tuple[NodeId, str]]:
-    """Return the ready replicas of all wishes, by node and model.
+    """Return the ready replicas of all wishes, as pairs of node and model.
 
     A replica is ready if requests may use it now and it is not being unloaded.
     """

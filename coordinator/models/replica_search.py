@@ -34,11 +34,13 @@ from wire.units import MIB
 RECENT_USE_SECONDS = 60.0
 """Seconds after its last request for which a model is not evicted for a wish."""
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
-"""Minimum growth of the headroom after which a load that a node refused for memory is sent there again before its wait
-has passed."""
+"""Minimum growth of the headroom, in bytes, with which a load that was refused for memory is repeated before its wait
+ends."""
 HEADROOM_GROWTH_SHARE = 0.05
-"""Growth of the headroom as a share of the model's weights, which applies if it is more than
-`MIN_HEADROOM_GROWTH_BYTES`."""
+"""Minimum growth of the headroom as a share of the model's weights.
+
+The larger of this growth and `MIN_HEADROOM_GROWTH_BYTES` applies.
+"""
 
 
 class Obstacle(StrEnum):
@@ -46,23 +48,26 @@ class Obstacle(StrEnum):
 
     NOT_ON_DISK = "not on disk"
     UNAVAILABLE = "unavailable"
-    """The node takes no requests now, or its memory is not known."""
+    """The node takes no requests now, or its memory is unknown."""
     CANNOT_LOAD = "cannot load"
     OTHER_MODEL = "other model"
     BUSY = "busy"
-    """The node performs another action, was chosen for one in this round, loads a model or makes room for requests.
+    """The node works on another action, a load or room for requests, or was chosen for an action in this round.
 
-    Or it has not reported since its last action.
+    It is also busy until it has reported after its last action.
     """
     SPACED = "spaced"
-    """The node swapped models, and the cost of that swap in seconds (`Swap.cost_seconds`) has not passed since."""
+    """The node has swapped models, and `Swap.cost_seconds` have not passed since then."""
     BACKOFF = "backoff"
     """The node waits after a refused or failed load of the model."""
     MEMORY = "memory"
     """The model does not fit, even after all evictable models are unloaded."""
     HELD = "held"
-    """The node has a replica of the model, loads one, or is expected back with one (`WishState.away`). Or the node was
-    already chosen for this wish in this round."""
+    """The node already counts for the wish.
+
+    It has a replica of the model, loads one, or is expected back with one (`WishState.away`). Or the node was already
+    chosen for this wish in this round.
+    """
 
 
 class NodeOption(msgspec.Struct, frozen=True):
@@ -72,39 +77,43 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle, to follow the node's name; may be empty. For `BACKOFF`: a refusal, which has the name
-    already."""
+    """Details of the obstacle, to follow the node's name in a text; may be empty.
+
+    For `BACKOFF`, it is the text of the refusal, which already has the node's name.
+    """
     action: WishAction | None = None
-    """Next action on the node; None with an obstacle."""
+    """Next action on the node; None if there is an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
     """Sort key among the nodes that can act, lowest first.
 
-    Maximum eviction cost and number of the models to unload, whether the node had no replica before, seconds of all
-    loads, negative headroom, name.
+    In order: maximum eviction cost of the models to unload, their number, whether the node had no replica before. Then:
+    seconds of all loads, negative headroom, name.
     """
     victims: tuple[str, ...] = ()
-    """Models to unload before the load, the first one by `action`."""
+    """Models to unload before the load. `action` unloads the first one."""
     need: int = 0
     """Headroom in bytes that the node needs to load the model and serve a request of one token; 0 if not evaluated."""
     obtainable: int = 0
-    """Maximum headroom in bytes for a replica: the headroom plus the weights of the models that may be unloaded for it.
+    """Maximum headroom, in bytes, that unloading can provide for a replica; 0 if not evaluated.
 
-    It is limited to the headroom of the node without models (`compute_most_bytes`). If the replica fits now, no model
-    may be unloaded for it. 0 if not evaluated.
+    It is the headroom plus the weights of the models that may be unloaded, limited to the headroom of the node without
+    models (`compute_most_bytes`). If the replica fits now, no model may be unloaded for it.
     """
 
     @property
     def waits(self) -> bool:
-        """Whether the node can act in a later round of its own accord: it is busy now, or must wait after an earlier
-        swap."""
+        """Whether the node may act in a later round without any change of the wish or the pool.
+
+        That is the case if it is busy now, or must wait after an earlier swap.
+        """
         return self.obstacle in (Obstacle.BUSY, Obstacle.SPACED)
 
 
 def may_hold(wish: Wish, node: NodeView) -> bool:
     """Return whether a node may have a replica for a wish.
 
-    Return False if the node has left, or if the lists or labels of the wish exclude the node. An empty `allow` excludes
-    none.
+    It may not if the node has left, or if the lists or labels of the wish exclude it. An empty `allow` excludes no
+    node.
     """
     if node.state == NodeState.LEFT or node.id in wish.deny or (wish.allow and node.id not in wish.allow):
         return False
@@ -112,7 +121,7 @@ def may_hold(wish: Wish, node: NodeView) -> bool:
 
 
 def has_served_version(model: Model, view: ClusterView) -> bool:
-    """Return whether a model is the version that serves new requests under its name."""
+    """Return whether a model on a node is the version that serves new requests under its name."""
     identity = view.identify(model.name)
     return not identity.has_conflict or identity.version.is_same(model.version)
 
@@ -131,22 +140,21 @@ class ReplicaSearch:
         self._leaving: dict[str, int] = {}
 
     def take(self, option: NodeOption) -> None:
-        """Reserve the node of an option for its action, and record the replicas that the node unloads for the
-        option."""
+        """Reserve the node of an option for its action, and record the replicas that the node unloads for it."""
         self.reserve_node(option.node.id)
         for name in option.victims:
             self._leaving[name] = self._leaving.get(name, 0) + 1
 
     def reserve_node(self, node: NodeId) -> None:
-        """Reserve a node: later wishes do not act on it in this round."""
+        """Reserve a node, so that later wishes do not act on it in this round."""
         self._taken.add(node)
 
     def list_unloadable(self, state: WishState) -> list[NodeView]:
-        """Return the nodes from which the model of `state` can be unloaded now. The caller checks that its idle time
-        has passed.
+        """Return the nodes from which the model of `state` can be unloaded now.
 
-        Nodes where the model is pinned or in use are left out, as are nodes that take no requests. The same holds for
-        nodes with an action in progress or a recent failure of this model.
+        Nodes where the model is pinned or in use are omitted, as are nodes that take no requests. Nodes that are busy
+        with an action, or where an action with this model has recently failed, are omitted as well. The caller must
+        check that the idle time has passed.
         """
         return [
             node
@@ -164,7 +172,7 @@ class ReplicaSearch:
     def evaluate_nodes(self, state: WishState) -> list[NodeOption]:
         """Return an evaluation of every node that the lists and labels of a wish allow, except nodes that have left.
 
-        A node with a replica, loaded, loading or away, has the obstacle `HELD`.
+        A node that is ready, loads a replica or is expected back with one has the obstacle `HELD`.
         """
         held = {*state.ready, *state.coming, *state.away}
         return [
@@ -297,10 +305,9 @@ class ReplicaSearch:
 
 
 def choose_victims(candidate: Candidate, evictable: list[Model]) -> list[Model] | None:
-    """Return the models to unload before a replica is loaded: an empty list if the replica fits now.
+    """Return the models to unload before a replica is loaded, or an empty list if the replica fits now.
 
-    `evictable` is in the order of unloading. Return None if the replica would not fit even after all of these models
-    are unloaded.
+    `evictable` is in the order of unloading. Return None if the replica does not fit even without all of these models.
     """
     if candidate.feasible:
         return []

@@ -1,4 +1,4 @@
-"""Section `hub` of the coordinator's settings: where pulled models come from."""
+"""Section `hub` of the coordinator's settings: the source of pulled models."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""Text of a shortfall: the actions for an unmet wish, and the missing nodes or bytes. Pure."""
+"""Text of a shortfall: current actions for an unmet wish, and the missing nodes or bytes. Pure."""
 
 from coordinator.models.replica_search import NodeOption, Obstacle
 from coordinator.models.wishes import LoadWish, PoolState, WishState
@@ -6,9 +6,9 @@ from wire.identity import NodeId
 from wire.units import show_count, show_size
 
 MAX_NAMED_NODES = 3
-"""Maximum nodes named in one text."""
+"""Maximum number of nodes that a text names."""
 _DETAILED = (Obstacle.BACKOFF, Obstacle.SPACED, Obstacle.BUSY, Obstacle.CANNOT_LOAD, Obstacle.OTHER_MODEL)
-"""Obstacles whose details are shown, in this order."""
+"""Obstacles whose details are part of the text, in this order."""
 
 
 def describe_shortfall(state: WishState, options: list[NodeOption], chosen: list[NodeOption], pool: PoolState) -> str:

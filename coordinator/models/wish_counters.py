@@ -1,4 +1,4 @@
-"""Counters of the actions for wishes, and the state of all wishes in a metrics snapshot. Pure."""
+"""Counters of the actions for wishes, and the wishes' part of a metrics snapshot. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,14 +24,14 @@ class WishCounters:
     unloads: dict[tuple[str, ActionOutcome], int] = field(default_factory=dict[tuple[str, ActionOutcome], int])
 
     def count_end(self, action: WishAction, outcome: ActionOutcome) -> None:
-        """Count an action that has ended, by its model and `outcome`."""
+        """Count the end of an action, by its model and `outcome`."""
         counts = self.loads if isinstance(action, LoadWish) else self.unloads
         counts[action.model, outcome] = counts.get((action.model, outcome), 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class WishSnapshot:
-    """Counters of wishes, and their replicas at one moment, for metrics."""
+    """Counters of wishes, and the numbers of their replicas at one moment, for metrics."""
 
     counters: WishCounters = field(default_factory=WishCounters)
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])

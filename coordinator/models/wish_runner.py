@@ -1,8 +1,8 @@
 """Loop that carries out the plans of the reconciler: reads the pool, sends commands to nodes, and records their ends.
 
 A new view of the pool, a changed wish or the end of an action wakes the loop, at most once per `ROUND_SECONDS`. Without
-wishes, views wake it at most once per `IDLE_ROUND_SECONDS`. Every action is a task that waits for its command. The
-tasks end with the loop; a load continues on its node. A round that fails because of a bug is logged, and the next round
+wishes, views wake it at most once per `IDLE_ROUND_SECONDS`. Each action is a task that waits for its command. The tasks
+end with the loop, but a load continues on its node. A round that fails because of a bug is logged, and the next round
 starts from the view.
 """
 
@@ -31,8 +31,10 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
 class WishRunner:
-    """Runner of the reconciler's plans for `wishes`, by model. `clock` returns the monotonic seconds of the
-    dispatcher's view."""
+    """Runner of the reconciler's plans for `wishes` (by model).
+
+    `clock` returns monotonic seconds, as in the times of the dispatcher's view.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class WishRunner:
         self._idle_until = 0.0
 
     def handle_view(self) -> None:
-        """Begin a round within `ROUND_SECONDS`, because the pool has changed.
+        """Start a round within `ROUND_SECONDS`, because the pool has changed.
 
         Without wishes, do nothing if the last round began less than `IDLE_ROUND_SECONDS` ago.
         """
@@ -63,7 +65,7 @@ class WishRunner:
             self.wake()
 
     def wake(self) -> None:
-        """Begin a round within `ROUND_SECONDS`, because a wish has changed or an action has ended."""
+        """Start a round within `ROUND_SECONDS`, because a wish has changed or an action has ended."""
         self._woken.set()
 
     @property
@@ -73,20 +75,20 @@ class WishRunner:
         return tuple(node.running for node in nodes if node.running is not None)
 
     def build_plan(self) -> Plan:
-        """Return the plan of a round now. No action begins."""
+        """Return the plan that a round would make now, without starting its actions."""
         pool = self._read_pool(frozenset())
         return plan_actions(self._wishes.values(), pool, self._record_round(pool))
 
     def take_snapshot(self) -> WishSnapshot:
-        """Return the counters of the wishes, and their wanted and ready replicas now."""
+        """Return the counters of the wishes, and the current numbers of their wanted and ready replicas."""
         states = self.build_plan().states if self._wishes else ()
         return WishSnapshot(self._counters, {state.wish.model: (state.wanted, len(state.ready)) for state in states})
 
     async def run(self) -> None:
-        """Carry out the plans until the task is cancelled. A round that fails is logged, and the next one starts as
-        usual.
+        """Carry out the plans until the task is cancelled.
 
-        A cancellation also ends the wait for begun actions. A load continues on its node.
+        A round that fails is logged, and the next one starts as usual. A cancellation also ends the wait for running
+        actions, but loads continue on their nodes.
         """
         try:
             while True:

@@ -17,34 +17,33 @@ MAX_REPLICAS = 1000
 MAX_EVICTION_COST = 1000
 """Maximum eviction cost of a wish. The API refuses a higher cost with 400."""
 DEFAULT_EVICTION_COST = 10
-"""Eviction cost of a wish without a given cost. Lower costs are for models that should be evicted first."""
+"""Eviction cost of a wish if none is given. Lower costs are for models that should be evicted first."""
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """Wanted replicas of a model, as an administrator set them."""
+    """Wanted replicas of a model, as an administrator has set them."""
 
     model: str
     replicas: int = 1
     labels: tuple[str, ...] = ()
-    """Labels that a node must all have to get a replica."""
+    """Labels of which a node must have all to get a replica."""
     allow: tuple[NodeId, ...] = ()
-    """The only nodes that may load the model for this wish; empty allows all nodes."""
+    """Nodes that may load the model for this wish; empty allows all nodes."""
     deny: tuple[NodeId, ...] = ()
     """Nodes on which no action is taken for this wish."""
     idle_unload_seconds: float | None = None
     """Seconds without a request after which all replicas are unloaded, until the next request; None: never."""
     eviction_cost: int = DEFAULT_EVICTION_COST
-    """The reconciler unloads a replica for memory only for a wish with a higher cost. A surplus replica counts as cost
-    0.
+    """Cost of unloading a replica, which only a wish with a higher cost may do to free memory.
 
-    Wishes with a higher cost are served first.
+    A surplus replica costs 0. Wishes with a higher cost are served first.
     """
     load_at_boot: bool = True
-    """Whether replicas are loaded before the first request since the coordinator started."""
+    """Whether replicas are loaded at the start of the coordinator; if false, after the first request for the model."""
 
 
 class LoadWish(msgspec.Struct, frozen=True):
-    """Action: load a model on a node, into memory that is free."""
+    """Action: load a model into free memory of a node."""
 
     node: NodeId
     name: str
@@ -53,11 +52,11 @@ class LoadWish(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     """Expected seconds of the load; 0 if unknown."""
     headroom: int = 0
-    """Headroom of the node in bytes, by the report on which the action is based."""
+    """Headroom of the node in bytes, from the report on which the action is based."""
 
 
 class UnloadReason(StrEnum):
-    """Reason for which the reconciler unloads a model."""
+    """Reason why the reconciler unloads a model."""
 
     MEMORY = "memory"
     """Another wished model needs the memory."""
@@ -76,9 +75,9 @@ class UnloadWish(msgspec.Struct, frozen=True):
     wanted: str = ""
     """Model that needs the memory; empty if `why` is `UnloadReason.IDLE`."""
     seconds: float = 0.0
-    """Cost of the swap in seconds: expected time to load `wanted` now, and later all models unloaded for it.
+    """Cost of the swap in seconds; 0 if `why` is `UnloadReason.IDLE`.
 
-    0 if `why` is `UnloadReason.IDLE`.
+    It is the expected time to load `wanted` now, and later all models that are unloaded for it.
     """
 
 
@@ -86,7 +85,7 @@ WishAction = LoadWish | UnloadWish
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """Reason why a wish is not met. `text` names the actions under way, and the nodes or bytes that are missing."""
+    """Reason why a wish is not met. `text` names the current actions, and the missing nodes or bytes."""
 
     model: str
     text: str
@@ -97,22 +96,22 @@ class WishState(msgspec.Struct, frozen=True):
 
     wish: Wish
     wanted: int
-    """Replicas wanted now: 0 while the model rests without requests."""
+    """Number of currently wanted replicas; 0 while the wish rests without requests."""
     ready: tuple[NodeId, ...] = ()
     """Nodes that have a replica and take requests."""
     coming: tuple[NodeId, ...] = ()
-    """Nodes that load the model now."""
+    """Nodes that are loading the model."""
     away: tuple[NodeId, ...] = ()
-    """Nodes that had a replica, or may have one after the start of the coordinator, and whose return is awaited."""
+    """Absent nodes that had a replica, or may have one after the coordinator's start, and are expected back."""
 
     @property
     def met(self) -> bool:
-        """Whether the wanted replicas are ready."""
+        """Whether all wanted replicas are ready."""
         return len(self.ready) >= self.wanted
 
 
 class PoolState(msgspec.Struct, frozen=True):
-    """State of the pool that a round reads."""
+    """State of the pool that a round uses."""
 
     view: ClusterView
     ledger: ReservationLedger
@@ -120,9 +119,9 @@ class PoolState(msgspec.Struct, frozen=True):
     now: float
     """Current time in monotonic seconds."""
     in_use: Mapping[NodeId, frozenset[str]] = msgspec.field(default_factory=dict[NodeId, frozenset[str]])
-    """Models of the running requests, by node; not read, and empty, if there are no wishes."""
+    """Models of the running requests, by node; empty if there are no wishes."""
     requested: frozenset[str] = frozenset()
-    """Models of queued requests, and of those that ended since the last round."""
+    """Models of queued requests, and of requests that have ended since the last round."""
 
     def is_in_use(self, node: NodeId, model: str) -> bool:
         """Return whether a running request uses a model on a node."""
