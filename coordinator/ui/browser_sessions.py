@@ -1,9 +1,9 @@
 """Sign-in to the page: `cluster open` prints a one-time link. The page exchanges its code for a browser key.
 
-The code is in the link's fragment (after `#`), which browsers send to no server and write to no log. A code is valid
-for two minutes and one use. A browser key has administrator scope and is valid for twelve hours. The coordinator holds
-keys in memory only: a restart ends them, and above `MAX_KEYS` the oldest ends. The page stores its key in
-`localStorage`, which belongs to one origin. There is no cookie. Therefore no foreign site and no other port of this
+The code is in the link's fragment (after `#`), which browsers do not send to a server or write to a log. A code is
+valid for two minutes and one use. A browser key has administrator scope and is valid for twelve hours. The coordinator
+keeps browser keys only in memory: a restart ends them. Above `MAX_KEYS`, the oldest one ends. The page stores its key
+in `localStorage`, which belongs to one origin. There is no cookie. Therefore no other site and no other port of this
 machine can use the key.
 """
 
@@ -20,13 +20,13 @@ CODE_SECONDS = 120.0
 KEY_SECONDS = 12 * 3600.0
 """Validity of a browser key, in seconds."""
 MAX_CODES, MAX_KEYS = 16, 64
-"""Maximum numbers of unused sign-in codes, and of browser keys. Beyond the maximum, the oldest is removed."""
+"""Maximum numbers of unused sign-in codes and of browser keys. Above the maximum, the oldest one is removed."""
 
 
 class BrowserSessions:
     """Unused sign-in codes of the page, and the browser keys that were created from codes.
 
-    Browser keys are added to `ring`. `pepper` is the secret of key digests. `clock` returns Unix seconds.
+    Browser keys are added to `ring`. `pepper` is the secret for the digests of keys. `clock` returns Unix seconds.
     """
 
     def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:
@@ -37,7 +37,8 @@ class BrowserSessions:
         self._keys: dict[str, float] = {}
 
     def create_code(self) -> str:
-        """Create a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest code."""
+        """Create and return a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest
+        code."""
         self._delete_expired()
         while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]
@@ -65,7 +66,7 @@ class BrowserSessions:
         return text, now + KEY_SECONDS
 
     def end_session(self, key: str) -> bool:
-        """Revoke a browser key by its id. Return False if `key` is not the id of a browser key."""
+        """Revoke a browser key by its id. Return False if no browser key has the id `key`."""
         if self._keys.pop(key, None) is None:
             return False
         self._ring.drop(key)

@@ -1,7 +1,7 @@
 """Live updates of open pages: sections of the pool's state, at most twice a second and only when they change.
 
-One task checks the pool for all viewers, and only while there are any. Each viewer receives the newest state after its
-last write completed. A slow viewer misses intermediate states, but never the newest, and has no queue.
+One task checks the pool for all viewers, and only while there are viewers. Each viewer receives the newest state when
+its last write has completed. A slow viewer misses intermediate states, but never the newest one, and has no queue.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ log = structlog.get_logger("coordinator.ui")
 POLL_INTERVAL_SECONDS = 0.5
 """Seconds between two checks of the pool for changes."""
 KEEPALIVE_SECONDS = 15.0
-"""Seconds of silence after which a comment is sent, because proxies and the page check that the connection works."""
+"""Seconds without changes after which a comment is sent. Proxies and the page check the connection by it."""
 MAX_VIEWERS = 32
 """Maximum number of concurrent streams to open pages."""
 
@@ -23,7 +23,7 @@ MAX_VIEWERS = 32
 class LiveStream:
     """Source of server-sent events for open pages, shared by all viewers.
 
-    `sections()` returns the current state: by name of the event, a complete section that can be encoded as JSON.
+    `sections()` returns the current state: complete sections that can be encoded as JSON, by the name of their event.
     """
 
     def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:
@@ -37,18 +37,18 @@ class LiveStream:
 
     @property
     def full(self) -> bool:
-        """Whether the limit of viewers is reached."""
+        """Whether the maximum number of viewers is reached."""
         return self._viewers >= MAX_VIEWERS
 
     async def wait_stopped(self) -> None:
-        """Wait until the task that checks the pool has ended. The task ends when no viewer is left."""
+        """Wait until the task that checks the pool has ended. The task ends after the last viewer has disconnected."""
         if self._task is not None:
             await self._task
 
     async def stream_events(self, is_authorized: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
-        """Yield server-sent events for one viewer while `is_authorized()`: first all sections, then changed ones.
+        """Yield server-sent events for one viewer while `is_authorized()` is true: all sections, then changed ones.
 
-        Without `follow`, yield only the current state. The caller checks `full` first.
+        Without `follow`, yield only the current state. The caller must check `full` first.
         """
         self._viewers += 1
         try:

@@ -1,4 +1,4 @@
-"""Static files of the page: read once, served from memory with a strict content security policy.
+"""Static files of the page, which are read once and served from memory with a strict content security policy.
 
 There is no build step and no external content: the browser runs the modules in `static` unchanged. No file contains a
 secret, hence none needs a key. The page requests its data from the API.
@@ -24,9 +24,9 @@ CONTENT_TYPES: Final = {
     "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
 }
-"""Content types by the ending of a file's name. Files with another ending are not served."""
+"""Content types by file extension. Files with another extension are not served."""
 ROOT: Final = "/ui/"
-"""Path below which the files are served."""
+"""Prefix of the paths at which the files are served."""
 HEADERS: Final = (
     (b"content-security-policy", POLICY.encode()),
     (b"x-content-type-options", b"nosniff"),
@@ -35,12 +35,12 @@ HEADERS: Final = (
     (b"cross-origin-resource-policy", b"same-origin"),
     (b"cache-control", b"no-cache"),
 )
-"""Headers of every file."""
+"""HTTP headers of the response for every file."""
 
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file of the page, as sent to browsers."""
+    """One file of the page, as it is sent to browsers."""
 
     body: bytes
     kind: str
@@ -50,7 +50,7 @@ class StaticFile:
 
 
 class PageApp:
-    """ASGI app that serves the page's files at `/` and below `/ui/`, and passes other requests to `app`."""
+    """ASGI app that serves the page's files at `/` and below `/ui/`. Other requests go to `app`."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
@@ -60,7 +60,7 @@ class PageApp:
         self._files["/"] = self._files.pop(ROOT + "index.html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a file of the page, a 404 or 405 problem below `/ui/`, or pass the request to `app`."""
+        """Send a file of the page, or a 404 or 405 problem for another request below `/ui/`. Pass the rest to `app`."""
         path: str = scope.get("path", "")
         if scope["type"] != "http" or not (path == "/" or path.startswith(ROOT)):
             await self._app(scope, receive, send)
