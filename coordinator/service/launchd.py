@@ -1,12 +1,14 @@
-"""The service as a launchd job, and parsing of launchctl's output. Does no I/O.
+"""The service as a launchd job, and parsing of launchctl's output. No I/O.
 
 Not verified on macOS: see `service` in docs/macos-checklist.md.
 
-A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. The
-job runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd
-expands neither ~ nor variables, and accepts only strings in the environment. A job's output is not rotated by launchd,
-hence the processes truncate that file (`host.log_setup`). There is no caffeinate around the program, because launchd
-would then supervise caffeinate.
+The job is a LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any
+login. The job runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and
+disk.
+
+In the environment, launchd accepts only strings, and expands neither ~ nor variables. It does not rotate a job's
+output. The processes therefore truncate that file (`host.log_setup`). There is no caffeinate around the program,
+because launchd would then supervise caffeinate.
 """
 
 import plistlib
@@ -25,15 +27,15 @@ from coordinator.service.plan import (
 )
 
 FOLDER = "Library/LaunchDaemons"
-"""Folder of the jobs, below the root."""
+"""Folder of the jobs, relative to the root."""
 LOGS = "/Library/Logs/macpool"
-"""Folder of the service's output. Must be on the startup volume, because launchd opens no log on another volume."""
+"""Folder of the service's output. It must be on the startup volume, because launchd opens no log on another volume."""
 DOMAIN = "system"
-"""Domain of launchd for jobs of the system."""
+"""launchd's domain for jobs of the system."""
 NOT_LOADED = frozenset({113, 3})
 """Exit codes of launchctl for a job that is not loaded."""
 IN_PROGRESS = 36
-"""Exit code of `launchctl bootout` if the job has not ended yet."""
+"""Exit code of `launchctl bootout` for a job that has not ended yet."""
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "Label": str,
     "ProgramArguments": list,
@@ -53,13 +55,13 @@ KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "HardResourceLimits": dict,
     "LaunchOnlyOnce": bool,
 }
-"""The used keys of launchd.plist(5), and their types."""
+"""Keys of launchd.plist(5) that this program uses, with their types."""
 SYSCTL = "/usr/sbin/sysctl"
 PROCESS_TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
 def build_job(plan: ServicePlan) -> dict[str, Any]:
-    """Return the property list of the launchd job that runs the service of a plan."""
+    """Return the property list of the launchd job that runs the planned service."""
     log = f"{plan.logs}/service.log"
     return {
         "Label": LABEL,
@@ -84,7 +86,7 @@ def build_job(plan: ServicePlan) -> dict[str, Any]:
 def build_wired_job(megabytes: int) -> dict[str, Any]:
     """Return the property list of the job that sets Metal's wired limit (in MiB) at each boot.
 
-    The job is necessary because macOS does not keep the limit across a boot.
+    The job is necessary because macOS does not keep the limit across a reboot.
     """
     return {
         "Label": WIRED_LABEL,
@@ -102,9 +104,9 @@ def render_property_list(properties: dict[str, Any]) -> str:
 def find_faults(content: bytes) -> list[str]:
     """Return the faults of a property list that launchd would refuse or silently ignore; an empty list if valid.
 
-    Faults are unknown keys and wrong types. If there are none, the values are checked. Faults are then missing keys,
-    relative paths, words and variables that are no strings, variables that launchd does not expand, and unknown process
-    types.
+    First, unknown keys and wrong types are reported. Without such faults, the values are checked. Faults are then
+    missing keys, relative paths, words and variables that are not strings, variables that launchd does not expand, and
+    unknown process types.
     """
     properties = _parse_property_list(content)
     if properties is None:
@@ -148,7 +150,7 @@ def _find_value_faults(properties: dict[str, Any]) -> list[str]:
 
 
 def parse_own_job(content: bytes) -> dict[str, Any] | None:
-    """Return the property list in a file's content; None if this program did not write the file."""
+    """Return the property list in the content of a job's file; None if this program did not write the file."""
     job = _parse_property_list(content)
     if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
         return None

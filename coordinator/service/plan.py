@@ -1,4 +1,4 @@
-"""Plan of the service before any file is written: user, program and state folder. Does no I/O."""
+"""Plan of the service before any file is written: user, program and state folder. No I/O."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,18 +10,20 @@ WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 """Name of the systemd unit."""
 MODULE = "coordinator.cli"
-"""Module that every service runs. A unit of a service without it was not written by this program."""
+"""Module that every service runs. A unit without it was not written by this program."""
 STOP_TIMEOUT_SECONDS = 45
 """Seconds from the stop signal to a kill.
 
-With default settings that is longer than the drain of the requests (`http.drain_seconds`, 20 s) and then that of the
-local node (20 s).
+With default settings that is longer than the drain of the requests (`http.drain_seconds`, 20 s), followed by that of
+the local node (20 s).
 """
 THROTTLE_SECONDS = 10
-"""Minimum seconds between two starts by launchd; with systemd, seconds between the end of the service and its next
-start."""
+"""Seconds that limit restarts.
+
+With launchd, the minimum between two starts; with systemd, the pause between the end of the service and its next start.
+"""
 MAX_OPEN_FILES = 8192
-"""Limit of open files of the service."""
+"""Maximum open files of the service."""
 
 Role = Literal["coordinator", "node"]
 
@@ -47,11 +49,11 @@ class ServicePlan:
     arguments: tuple[str, ...] = ()
     """Further arguments of `cluster up` or `cluster join`."""
     wired_limit_mb: int = 0
-    """Metal's wired limit to set, in MiB; 0: do not change it."""
+    """Metal's wired limit to set, in MiB; 0 to leave it unchanged."""
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command line of the service, run without a shell.
+        """Command line of the service, which is run without a shell.
 
         It has `--allow-missing-folders`, because a disk that is not connected must not prevent the start. A node has
         `--joined-only`, because after `cluster leave` it must not ask to join again.
@@ -62,8 +64,10 @@ class ServicePlan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Complete environment of the service. It has no proxy, because a proxy would receive requests for machines of
-        the local network."""
+        """Complete environment of the service.
+
+        It has no proxy, because a proxy would receive requests to machines of the local network.
+        """
         return {
             "HOME": self.home,
             "LANG": "en_US.UTF-8",
@@ -79,23 +83,25 @@ class ServiceState:
     """State of the service, as the service manager reports it."""
 
     loaded: bool = False
-    """Whether launchd has loaded the job, or systemd has read a unit of this name, also a disabled one."""
+    """Whether launchd has loaded the job, or systemd has read a unit of this name, even a disabled one."""
     running: bool = False
     """Whether the service has a process."""
     pid: int | None = None
     """Process id; None if no process runs."""
     last_exit: str = ""
-    """Last signal, exit code or result. Empty if the service never exited; with systemd, also after an exit without an
-    error."""
+    """Last signal, exit code or result; empty if the service has never exited.
+
+    With systemd, it is also empty after an exit without an error.
+    """
     properties: dict[str, str] = field(default_factory=dict[str, str])
     """Properties in the manager's output, by name."""
 
 
 def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
-    """Return why these arguments cannot be in a unit; None if they can.
+    """Return why these arguments are not allowed in a unit; None if they are allowed.
 
-    Tokens are refused because every user of the machine can read a unit. Also refused: `--state`, and unprintable
-    characters.
+    Tokens are refused because every user of the machine can read a unit. `--state` and unprintable characters are
+    refused as well.
     """
     for argument in arguments:
         name = argument.partition("=")[0]
@@ -114,7 +120,7 @@ def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
 def explain_unsafe_wired_limit(wanted: int, safe_bytes: int) -> str | None:
     """Return why a wired limit of `wanted` MiB is not allowed; None if it is at most `safe_bytes`.
 
-    No limit is allowed if `safe_bytes` is below 1 MiB, because the RAM is unknown then.
+    If `safe_bytes` is below 1 MiB, no limit is allowed, because the RAM is unknown.
     """
     safe = safe_bytes >> 20
     if safe <= 0:

@@ -21,7 +21,7 @@ from host.subprocesses import run_process
 TOOL_TIMEOUT_SECONDS = 60.0
 """Maximum duration of a tool's run, in seconds."""
 UNLOAD_TIMEOUT_SECONDS = STOP_TIMEOUT_SECONDS + 15.0
-"""Maximum seconds until launchd has unloaded a job, which it kills after `STOP_TIMEOUT_SECONDS`."""
+"""Maximum seconds until launchd has unloaded a job. launchd kills the job after `STOP_TIMEOUT_SECONDS`."""
 UNLOAD_POLL_SECONDS = 0.5
 TOOLS = {
     "launchctl": "/bin/launchctl",
@@ -33,7 +33,10 @@ TOOLS = {
 
 
 class ServiceError(Exception):
-    """An operation on the service failed. The text has the reason, and the next step where one is known."""
+    """Raised if an operation on the service fails. The text has the reason and, if known, the next step.
+
+    `code` is the exit code of the command.
+    """
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -47,7 +50,7 @@ class ServiceHost:
 
     platform: str = sys.platform
     root: Path = Path("/")
-    """Folder that takes the place of `/` for units and logs."""
+    """Folder that is used in place of `/` for units and logs."""
     tools: Mapping[str, str] = field(default_factory=lambda: TOOLS)
     """Paths of the tools, by name."""
     uid: int = field(default_factory=os.geteuid)
@@ -70,7 +73,7 @@ class ServiceHost:
 
     @property
     def logs(self) -> Path:
-        """Folder of the service's output under launchd. systemd has its journal."""
+        """Folder of the service's output under launchd. (systemd has its journal.)"""
         return self.root / launchd.LOGS.removeprefix("/")
 
     def render_unit(self, plan: ServicePlan) -> str:
@@ -78,7 +81,7 @@ class ServiceHost:
         return launchd.render_property_list(launchd.build_job(plan)) if self.mac else systemd.render_unit(plan)
 
     def run_tool(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run a tool of `tools` and return its result with any exit code.
+        """Run a tool of `tools` and return its result, whether it succeeded or not.
 
         Raise `ServiceError` if the tool is missing, cannot be executed, or runs longer than `TOOL_TIMEOUT_SECONDS`.
         """
@@ -97,7 +100,7 @@ class ServiceHost:
     def run_tool_checked(self, tool: str, *arguments: str) -> None:
         """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0.
 
-        Raise it also if the tool is missing, cannot be executed, or runs longer than `TOOL_TIMEOUT_SECONDS`.
+        The error is also raised if the tool is missing, cannot be executed, or runs longer than `TOOL_TIMEOUT_SECONDS`.
         """
         done = self.run_tool(tool, *arguments)
         if done.returncode:
@@ -108,8 +111,10 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run, or does not
-        end in time."""
+        """Return the state of the service, as the service manager reports it.
+
+        Raise `ServiceError` if launchctl or systemctl cannot be run, or does not end in time.
+        """
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -120,8 +125,8 @@ class ServiceHost:
     def load_unit(self) -> None:
         """Make the manager read the unit, and start the service now and at each boot.
 
-        On Linux, restart a service that runs. Raise `ServiceError` if launchctl or systemctl fails; on macOS also if
-        the job is loaded already.
+        On Linux, a running service is restarted. Raise `ServiceError` if launchctl or systemctl fails, and on macOS
+        also if the job is already loaded.
         """
         if self.mac:
             self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
@@ -134,8 +139,8 @@ class ServiceHost:
     def unload_unit(self, label: str = LABEL) -> None:
         """Stop the service and wait for its end. On macOS, unload the job `label`. On Linux, disable the unit.
 
-        A disabled unit no longer starts at boot. Linux ignores `label`. Do nothing if the job or unit is not loaded.
-        Raise `ServiceError` if launchctl or systemctl fails, or if the job does not end.
+        A disabled unit no longer starts at boot. Linux ignores `label`. If the job or unit is not loaded, nothing is
+        done. Raise `ServiceError` if launchctl or systemctl fails, or if the job does not end.
         """
         if self.mac:
             self._unload_job(f"{launchd.DOMAIN}/{label}")
@@ -163,8 +168,10 @@ class ServiceHost:
             pause.wait(UNLOAD_POLL_SECONDS)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails, or if
-        the service does not end in time."""
+        """Stop the service gracefully and start it again.
+
+        Raise `ServiceError` if launchctl or systemctl fails, or if the service does not end in time.
+        """
         if self.mac:  # `kickstart -k` would kill the service, and its requests would be lost
             self.unload_unit()
             self.load_unit()
@@ -172,7 +179,7 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "restart", UNIT)
 
     def reload_manager(self) -> None:
-        """Reload systemd after the removal of the unit's file; launchd needs no reload.
+        """Reload systemd after the unit's file was removed. Do nothing on macOS, because launchd needs no reload.
 
         Raise `ServiceError` if systemctl fails.
         """
@@ -198,7 +205,10 @@ def find_group_name(gid: int) -> str:
 
 
 def find_account(user: str) -> tuple[int, int, str]:
-    """Return user id, group id and home folder of an account. Raise `ServiceError` if it is missing, or root."""
+    """Return user id, group id and home folder of an account.
+
+    Raise `ServiceError` if the account does not exist or is root.
+    """
     try:
         account = pwd.getpwnam(user)
     except KeyError:

@@ -1,14 +1,16 @@
-"""Installation, repair and removal of the system service. Checks come first, changes second.
+"""Installation, repair and removal of the system service. All checks are made before the first change.
 
 A service consists of the unit's file, the unit loaded by the manager, and the running program. Each may be missing or
-old after a crash, an update or manual changes. `install` checks all three and does the remaining steps; it is safe to
-run again.
+outdated after a crash, an update or manual changes. `install` checks all three and does the remaining steps; it is safe
+to run again.
 
 A foreign file is never overwritten or removed. Nor is a unit of another user or another state folder, because it serves
 another pool. The state folder must belong to the user who runs the service.
 
 A unit that does not start is removed, and the earlier unit is restored. A unit that is written but not loaded has a
-marker file next to it. The next install then finishes an interrupted one, although file and process look correct.
+marker file next to it. With the marker, the next install finishes an interrupted one, even if file and process look
+correct.
+
 Data is never removed: `uninstall` prints its location.
 """
 
@@ -36,14 +38,15 @@ TAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ExistingUnit:
-    """Installed unit of the service (launchd or systemd), written by this program. All fields are empty without one."""
+    """Installed unit of the service (launchd or systemd), written by this program. All fields are empty if there is
+    none."""
 
     text: str = ""
     """Content of the unit's file."""
     user: str = ""
     """Account under which the unit runs the service; empty if the unit names none."""
     program: tuple[str, ...] = ()
-    """Words of the command line."""
+    """Words of the unit's command line."""
 
     @property
     def state(self) -> str:
@@ -52,7 +55,7 @@ class ExistingUnit:
 
 
 def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
-    """Read an existing unit; empty if the file does not exist.
+    """Read an existing unit. The result is empty if the file does not exist.
 
     Raise `ServiceError` if this program did not write the file, or if the file cannot be read.
     """
@@ -82,10 +85,10 @@ def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
 
 
 def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
-    """Check a plan and return the existing unit.
+    """Check whether a plan is allowed, and return the existing unit.
 
-    Raise `ServiceError` without root, if the user is unknown or root, or if files belong to another user. Raise it also
-    if the existing unit is foreign, or serves another user or state folder.
+    Raise `ServiceError` if this process is not root, if the user is unknown or root, or if files belong to another
+    user. The error is also raised if the existing unit is foreign, or serves another user or state folder.
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
@@ -135,9 +138,9 @@ def install(
 ) -> tuple[list[str], ServiceState]:
     """Carry out the plan, and wait up to `timeout_seconds` until the service runs.
 
-    Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
-    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored and loaded,
-    or the new one removed.
+    Return the completed steps (an empty list if nothing was to do) and the state of the service. If the service does
+    not start, restore and load the earlier unit, or remove the new one. Raise `ServiceError` if the plan is not
+    allowed, or if a step fails.
     """
     before, done = check_plan(host, plan), list[str]()
     wanted, service_state = host.render_unit(plan), host.read_state()
@@ -168,8 +171,8 @@ def install(
 def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceState:
     """Wait until the service has run as one process for `STEADY_SECONDS`, or `timeout_seconds / 4` if that is less.
 
-    Return the state of the service. Raise `ServiceError` if that does not happen within `timeout_seconds`, or if the
-    state cannot be read.
+    Return the state of the service. Raise `ServiceError` if this takes longer than `timeout_seconds`, or if the state
+    cannot be read.
     """
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
@@ -273,8 +276,8 @@ def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
 def uninstall(host: ServiceHost) -> list[str]:
     """Stop the service and remove its units, but no data. Return the completed steps.
 
-    Raise `ServiceError` without root, if a unit is foreign, if launchctl or systemctl fails, or if a file cannot be
-    removed.
+    Raise `ServiceError` if this process is not root, if a unit is foreign, if launchctl or systemctl fails, or if a
+    file cannot be removed.
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")

@@ -1,11 +1,13 @@
-"""The service as a systemd unit, and parsing of systemctl's output. Does no I/O.
+"""The service as a systemd unit, and parsing of systemctl's output. No I/O.
 
-Hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other address
-families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory stays
-open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the native
-architecture stay open. An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death
-and restarts the engine, hence OOMPolicy=continue. A service that ends with exit code 0 is not restarted, as under
-launchd: a node that has left its cluster would ask to join again.
+The hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other
+address families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory
+stays open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the
+native architecture stay open.
+
+An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death and restarts the engine,
+hence OOMPolicy=continue. As under launchd, a service that ends with exit code 0 is not restarted. A node that has left
+its cluster would otherwise ask to join again.
 """
 
 import shlex
@@ -20,18 +22,18 @@ from coordinator.service.plan import (
 )
 
 FOLDER = "etc/systemd/system"
-"""Folder of the units, below the root."""
+"""Folder of the units, relative to the root."""
 NOTICE = "# Written by `cluster service install`. Run it again to change this file."
 """First line of every unit that this program writes."""
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
 """Properties that `systemctl show` prints for `parse_state`."""
 FINAL_EXIT_CODES = "2 6 8 9"
-"""Exit codes after which systemd does not restart the service, because the next start would fail the same way.
+"""Exit codes after which systemd does not restart the service, because the next start would fail likewise.
 
 - 2: invalid settings
 - 6: superseded by another coordinator, or a node of another cluster
-- 8: another version of the protocol
-- 9: the pin of the CA does not match
+- 8: other protocol version
+- 9: CA pin mismatch
 """
 HARDENING = {
     "NoNewPrivileges": "yes",
@@ -50,7 +52,7 @@ HARDENING = {
 
 
 def render_unit(plan: ServicePlan) -> str:
-    """Return the text of the systemd unit that runs the service of a plan."""
+    """Return the text of the systemd unit that runs the planned service."""
     program = plan.program
     if any(letter in plan.python for letter in "'\"\\"):  # systemd refuses these in the path of an executable
         program = ("/usr/bin/env", *program)
@@ -86,7 +88,7 @@ WantedBy=multi-user.target
 
 
 def quote_word(word: str, *, expanded: bool = True) -> str:
-    """Quote one word such that systemd neither splits nor expands it.
+    """Quote one word so that systemd neither splits nor expands it.
 
     With `expanded`, also escape `$`, because systemd expands variables in commands.
     """
@@ -96,7 +98,7 @@ def quote_word(word: str, *, expanded: bool = True) -> str:
 
 
 def split_command(command: str) -> tuple[str, ...]:
-    """Return the words of a command line of a unit, as `quote_word` got them.
+    """Return the words of a unit's command line, unquoted: the inverse of `quote_word` for each word.
 
     A command with unbalanced quotes, which this program did not write, is split at whitespace.
     """
@@ -116,7 +118,7 @@ def parse_own_unit(content: str) -> dict[str, str] | None:
 
 
 def parse_state(listing: str) -> ServiceState:
-    """Parse the output of `systemctl show` for the properties `SHOWN`."""
+    """Return the state of the service from the output of `systemctl show` for the properties `SHOWN`."""
     properties = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = properties.get("LoadState") == "loaded"
     pid = int(properties["MainPID"]) if properties.get("MainPID", "").isdecimal() else 0
