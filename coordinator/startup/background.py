@@ -40,14 +40,16 @@ log = structlog.get_logger("coordinator.startup.background")
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates."""
 CHANGE_CHECK_SECONDS = 5.0
-"""Seconds between two checks whether the machine's addresses have changed, or its clock was set."""
+"""Seconds between two checks for changed addresses of the machine and for a changed clock."""
 CLOCK_STEP_SECONDS = 60.0
-"""Seconds between the clock and the monotonic clock, compared with the last renewal, above which the clock was set."""
+"""Change of the offset between clock and monotonic clock, in seconds since the last renewal, that means a set clock."""
 USAGE_INTERVAL_SECONDS = 10.0
-"""Seconds between two writes of usage to disk, each with a return of free memory to the system."""
+"""Seconds between two writes of usage to the disk. Each write also returns free memory to the system."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
-"""Maximum wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
-20 s."""
+"""Maximum seconds for which the coordinator waits for the node on this machine before it reports ready.
+
+An engine starts in 2 to 20 s.
+"""
 
 
 def start_periodic_tasks(
@@ -57,9 +59,9 @@ def start_periodic_tasks(
     tls: EndpointTls,
     stack: AsyncExitStack,
 ) -> None:
-    """Start the periodic renewal of certificates (`renew_certificates`) and write of usage (`store_usage`).
+    """Start the periodic renewal of certificates (`renew_certificates`) and the writing of usage (`store_usage`).
 
-    `stack` stops them and writes the usage a last time. `tls` is the TLS of the endpoint; None without TLS.
+    `stack` stops both and writes the usage a last time. `tls` is the TLS of the endpoint; None for plain HTTP.
     """
     stack.push_async_callback(_cancel_task, asyncio.create_task(renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)
@@ -74,11 +76,9 @@ def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
 def start_conditions(
     conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
 ) -> None:
-    """Start to evaluate the conditions that need a person, and to log them and send them to the webhook, if any.
+    """Start to evaluate conditions, and to send them to the log and, if one is set, to the webhook.
 
-    `stack` stops the evaluation and the webhook.
-
-    Raise `AuthorityError` if the webhook address is invalid.
+    `stack` stops the evaluation and the webhook. Raise `AuthorityError` if the webhook address is invalid.
     """
     conditions.listeners.append(log_condition)
     if settings.alerts.webhook_url:
@@ -97,7 +97,7 @@ def start_conditions(
 
 
 def start_load_history(cluster: ClusterSide, stack: AsyncExitStack) -> LoadHistory:
-    """Start to sample the load of the pool, and return its history. The exit of `stack` stops the sampling."""
+    """Start to sample the load of the pool, and return its history. `stack` stops the sampling."""
     history = LoadHistory()
     sampling = asyncio.create_task(sample_load(history, partial(read_load, cluster.nodes.registry, cluster.dispatcher)))
     stack.push_async_callback(_cancel_task, sampling)
@@ -107,7 +107,7 @@ def start_load_history(cluster: ClusterSide, stack: AsyncExitStack) -> LoadHisto
 def announce_coordinator(
     options: RunOptions, state: CoordinatorState, cluster_port: int, stack: AsyncExitStack
 ) -> None:
-    """Announce the cluster port by Bonjour until `stack` ends."""
+    """Announce the cluster port by Bonjour until `stack` is closed."""
     authority = state.authority
     pin = hashlib.sha256(authority.ca).hexdigest()[:16]
     advert = BonjourRecord("coord", shorten_cluster_id(authority.cluster), state.version, pin)
@@ -140,11 +140,11 @@ async def start_local_node(
 
 
 async def renew_certificates(authority: ClusterCa, tls: EndpointTls, wall: Callable[[], float] = time.time) -> None:
-    """Renew due certificates, and load replaced files of the settings, at once and every `RENEWAL_INTERVAL_SECONDS`.
+    """Renew due certificates, and load replaced certificate files, now and every `RENEWAL_INTERVAL_SECONDS`.
 
-    Also renew within `CHANGE_CHECK_SECONDS` after the clock was set, and, if the endpoint has its own authority, after
-    a change of this machine's addresses. A failed renewal is logged. The loop ends when it is cancelled. `wall` returns
-    Unix seconds.
+    Also renew within `CHANGE_CHECK_SECONDS` after the clock was set. If the endpoint has its own authority, also renew
+    after this machine's addresses changed. A failed renewal is logged. The loop runs until it is cancelled. `wall`
+    returns Unix seconds.
     """
     due, known, known_offset = 0.0, list[str](), 0.0
     while True:
@@ -169,8 +169,8 @@ def _renew_certificate(certificate: ClusterCa | HttpsCa | CertificateFiles) -> N
 async def store_usage(history: UsageHistory, usage: UsageCounter) -> None:
     """Write usage every `USAGE_INTERVAL_SECONDS` until cancelled, and return free memory to the system.
 
-    Each write also deletes usage that is too old (`UsageHistory.record`). Usage since the last write is not written at
-    the cancellation. The first of consecutive failed writes is logged.
+    Each write also deletes usage that is too old (`UsageHistory.record`). At the cancellation, later usage is not
+    written. The first of consecutive failed writes is logged.
     """
     failed = False
     while True:

@@ -56,7 +56,7 @@ async def start_cluster(
     """Construct the cluster side and listen for nodes. `stack` stops it.
 
     `on_superseded` is called with a node's proof that another coordinator is newer. Raise `OSError` if the address
-    cannot be used, and `StoreError` if the database of the video jobs cannot be used.
+    cannot be used, and `StoreError` if the database of video jobs cannot be used.
     """
     links = create_links()
     dispatcher = _create_dispatcher(options, state.epoch, links.table, access.ring)

@@ -1,4 +1,4 @@
-"""HTTP side of the coordinator: the endpoint with all routes, the file for the owner's commands, and the ready line."""
+"""HTTP side of the coordinator: the endpoint with all routes, the access file of local commands, and the ready line."""
 
 import json
 import os
@@ -40,8 +40,7 @@ from router.http.app import Forwarder, RouterApp, build_openapi_paths
 from router.settings import RouterSettings
 
 MAX_OPEN_FILES = 8192
-"""Limit of open files, connections included, to which this process raises a lower limit, as far as the system
-permits."""
+"""Limit of open files, including connections, to which this process raises a lower limit if the system permits it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +50,17 @@ class Endpoint:
     socket: socket.socket
     """Listening socket of the endpoint."""
     tls: EndpointTls
-    """TLS of the endpoint: an authority of its own, or given files; None for plain HTTP."""
+    """TLS of the endpoint: an authority of its own, or given certificate files; None for plain HTTP."""
     address: ListenerAddress
-    """Address of the endpoint."""
+    """Address at which clients reach the endpoint."""
     cluster_address: ListenerAddress
-    """Address for nodes, with the scheme `macpool`."""
+    """Address at which nodes reach the cluster port, with the scheme `macpool`."""
     ca_pem: str
     """CA of the endpoint (PEM); empty unless it has a CA of its own."""
 
 
 def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> Endpoint:
-    """Return the endpoint of an open socket, with its TLS.
+    """Return the endpoint of an open listening socket, with its TLS.
 
     `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used, and `OSError` if a
     certificate cannot be written.
@@ -86,10 +85,10 @@ async def serve_http(
     endpoint: Endpoint,
     stack: AsyncExitStack,
 ) -> None:
-    """Create the routes and serve them. Start to sample the load and to evaluate the conditions. `stack` stops all of
-    this.
+    """Create the routes and serve them. Start to sample the load and to evaluate conditions.
 
-    Raise `SettingsError` for an upstream's key file that cannot be used, and `AuthorityError` for an invalid webhook.
+    `stack` stops all of this. Raise `SettingsError` for an unusable key file of an upstream, and `AuthorityError` for
+    an invalid webhook.
     """
     settings, ring, dispatcher = options.settings, access.ring, cluster.dispatcher
     api = ControlApi(
@@ -134,7 +133,7 @@ async def serve_http(
 def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: AsyncExitStack) -> Forwarder | None:
     """Create the forwarder to the upstreams of the settings; None without upstreams. `stack` closes its connections.
 
-    Raise `SettingsError` for a file of a key or an authority that cannot be used.
+    Raise `SettingsError` if the file of a key or an authority cannot be used.
     """
     if not settings.upstreams:
         return None
@@ -192,9 +191,9 @@ def _start_observability(
 
 
 def create_local_key(state: CoordinatorState, access: Credentials, endpoint: Endpoint, stack: AsyncExitStack) -> None:
-    """Create the key of the owner's commands, with the scope `admin`, valid while the coordinator runs.
+    """Create the API key of local commands, with the scope `admin`, valid while the coordinator runs.
 
-    The key is in the file `run.json` of the state folder, which `stack` deletes. Raise `OSError` if it cannot be
+    The key is in the file `run.json` of the state folder, which `stack` deletes. Raise `OSError` if the file cannot be
     written.
     """
     local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
@@ -211,7 +210,7 @@ def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: A
 def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line as a JSON object.
 
-    `token` is a join token. `key` is the first API key if this start has created it, else None.
+    `token` is a join token. `key` is the first API key if this start created it, else None.
     """
     tls, base_url, cluster_url = endpoint.tls, endpoint.address.build_url(), endpoint.cluster_address.build_url()
     answer: dict[str, Any] = {

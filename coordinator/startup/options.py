@@ -1,4 +1,4 @@
-"""Options of one run of the coordinator, their check, and the log of the resolved protective settings."""
+"""Options of one run of the coordinator, their check, and the log of protective settings."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +25,18 @@ class RunOptions:
     listen: tuple[str, int]
     """Host and port of the endpoint."""
     cluster_listen: tuple[str, int]
-    """Host and port of the cluster port, for links of nodes."""
+    """Host and port of the cluster port, to which nodes link."""
     local_node: bool
     """Whether to start a node on this machine."""
     node_arguments: tuple[str, ...]
     """Further arguments of `node.run` for the node on this machine."""
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
-    """The settings as rows: key, value, origin, description."""
+    """All settings as rows: key, value, origin, description."""
 
 
 def check_options(options: RunOptions) -> None:
-    """Check the settings of HTTPS, of anonymous clients and of the webhook before the first file is created.
+    """Check the settings of HTTPS, anonymous clients and the webhook, before the first file is created.
 
     Raise `SettingsError` if settings contradict each other, or name a certificate file or URL that cannot be used.
     """
@@ -49,9 +49,9 @@ def check_options(options: RunOptions) -> None:
 
 
 def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
-    """Return the address of the webhook, whose host is not resolved. Raise `AuthorityError` if the URL is invalid.
+    """Return the address of the webhook in the settings. Its host is not resolved.
 
-    An empty URL is invalid.
+    Raise `AuthorityError` if the URL is empty or invalid.
     """
     try:
         return parse_webhook_url(settings.alerts.webhook_url)
@@ -60,7 +60,7 @@ def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 
 def log_guards(options: RunOptions, tls: EndpointTls) -> None:
-    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS.
+    """Log the value in force of every protective setting. `tls` is the TLS of the endpoint; None for plain HTTP.
 
     Of the webhook's URL, which may contain a secret, only the host is logged.
     """

@@ -31,12 +31,12 @@ class CoordinatorState:
     """State folder of the coordinator."""
     log_file: Path
     events: EventLog
-    """Newest entries of the log, in memory."""
+    """Newest events of the log, in memory."""
     store: Database
     authority: ClusterCa
     fence: GenerationFence
     needs_first_key: bool
-    """Whether the cluster has never had an API key: no earlier start has printed one."""
+    """Whether the cluster has never had an API key, so that this start must create and print one."""
     epoch: int
     """Number of this start, higher than the number of every earlier start."""
     version: str
@@ -46,7 +46,7 @@ class CoordinatorState:
 def open_state(
     folder: Path, cluster: ClusterSettings, stack: AsyncExitStack, on_death: Callable[[], object]
 ) -> CoordinatorState:
-    """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
+    """Open the state folder and its log. In an empty folder, create a cluster. `stack` closes the database.
 
     Increment the epoch. The database's writer thread calls `on_death` if it cannot continue after an unexpected error.
     Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
@@ -86,9 +86,9 @@ class Credentials:
 
     tokens: JoinTokens
     approvals: ApprovalQueue
-    """Requests to join that wait for an administrator."""
+    """Requests to join that wait for a person's approval."""
     pepper: bytes
-    """Secret with which digests of API keys are computed."""
+    """Secret for the digests of API keys."""
     ring: KeyRing
     """Valid API keys."""
     admin: AccessAdmin
@@ -98,8 +98,8 @@ def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -
     """Load the credentials for an endpoint that listens on the host `listen`.
 
     Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
-    certificate files that cannot be used. Raise `StoreError` if the pepper is lost, `OSError` if it cannot be read or
-    written.
+    certificate files that cannot be used. Raise `StoreError` if the pepper is lost, and `OSError` if it cannot be read
+    or written.
     """
     check_http_settings(http, listen)
     tokens, approvals, pepper = (

@@ -13,21 +13,21 @@ log = structlog.get_logger("coordinator.run")
 
 
 class SupersededHandler:
-    """Handler of a node's proof that another coordinator is newer: records it and stops this coordinator.
+    """Handler of a node's proof that another coordinator is newer: records the proof and stops this coordinator.
 
-    `state` is the state folder. `stop` is set to stop the coordinator.
+    `state` is the state folder. The handler sets `stop` to stop the coordinator.
     """
 
     def __init__(self, state: Path, stop: asyncio.Event) -> None:
         self._state = state
         self._stop = stop
         self.mark: SupersededMark | None = None
-        """First proof of a node; None without one."""
+        """First proof of a node; None before it."""
 
     def handle(self, mark: SupersededMark) -> None:
-        """Record the first proof in the state folder and stop the coordinator, also if the record cannot be written.
+        """Record the first proof in the state folder and stop the coordinator. Ignore further proofs.
 
-        Ignore further proofs.
+        The coordinator also stops if the record cannot be written.
         """
         if self.mark is not None:
             return
