@@ -19,7 +19,7 @@ from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 
 LOCAL_KEY_NAME = "local"
-"""Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
+"""Name of the API key of local commands (`run.json`). The key is not listed, and valid while the coordinator runs."""
 
 PAGE_KEY_NAME = "page"
 """Name of the keys of browser sessions, in the audit log. These keys are not listed."""
@@ -28,8 +28,8 @@ PAGE_KEY_NAME = "page"
 def load_pepper(state: Path, keys: int) -> bytes:
     """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600).
 
-    `keys` is the number of stored keys. Raise `StoreError` if there are keys and the secret of their digests is lost.
-    Raise `OSError` if the file cannot be read or written.
+    `keys` is the number of stored keys. Raise `StoreError` if there are keys and the secret is lost. Raise `OSError` if
+    the file cannot be read or written.
     """
     file = state / "pepper"
     pepper = file.read_bytes() if file.exists() else b""
@@ -47,20 +47,20 @@ def load_pepper(state: Path, keys: int) -> bytes:
 
 
 class NameReservedError(ValueError):
-    """The name is reserved in the audit log (`LOCAL_KEY_NAME` and `PAGE_KEY_NAME`)."""
+    """Raised for a name that the audit log reserves (`LOCAL_KEY_NAME` and `PAGE_KEY_NAME`)."""
 
 
 class NameTakenError(ValueError):
-    """Another key has this name or id. The audit log and `cluster key` could not distinguish the two keys."""
+    """Raised if another key has this name or id, because the audit log and `cluster key` could not distinguish them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessAdmin:
     """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
-    Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. Methods that
-    change the database raise `StoreError` while changes cannot be written. No key is then created or changed. All other
-    changes, such as a revocation, are in effect, and wait for the disk.
+    Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. While changes
+    cannot be written, methods that change the database raise `StoreError`. No key is then created or changed. Any other
+    change, such as a revocation, is in effect and waits for the disk.
     """
 
     store: Database
@@ -72,7 +72,7 @@ class AccessAdmin:
 
     @property
     def usage(self) -> UsageHistory:
-        """Usage of the keys in the database."""
+        """Usage of the API keys in the database."""
         return UsageHistory(self.store, self.ring, self.clock)
 
     def load_keys(self) -> None:
@@ -81,17 +81,18 @@ class AccessAdmin:
             self.ring.put(_to_api_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
-        """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
+        """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains the token's text.
 
-        Delete the tokens that expired more than `join_tokens.EXPIRED_KEPT_SECONDS` ago.
-        Raise `ValueError` if `uses` or `ttl` is not positive, `StoreError` after a failed write.
+        `name` is shown in the list of tokens. Delete the tokens that expired more than
+        `join_tokens.EXPIRED_KEPT_SECONDS` ago. Raise `ValueError` if `uses` or `ttl` is not positive, and `StoreError`
+        after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without secrets, newest first. Times are in Unix seconds.
+        """Return the join tokens without their secrets, newest first. Times are in Unix seconds.
 
-        Revoked ones are left out. Used and expired ones are included until their deletion.
+        Revoked tokens are omitted. Used and expired tokens are included until they are deleted.
         """
         rows = [
             {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
@@ -101,13 +102,18 @@ class AccessAdmin:
         return {"schema": 1, "tokens": rows}
 
     def revoke_token(self, token: str) -> bool:
-        """Revoke a join token by its id. Return False if no token has this id. Raise `StoreError` after a failed
-        write."""
+        """Revoke a join token by its id. Return False if no token has this id.
+
+        Raise `StoreError` after a failed write.
+        """
         return self.tokens.revoke(token)
 
     def check_key_name(self, name: str, except_key: str = "") -> None:
-        """Raise `NameTakenError` if a key other than `except_key` has this name or id; case is ignored. Raise
-        `NameReservedError` for `LOCAL_KEY_NAME` and `PAGE_KEY_NAME`."""
+        """Check that a name can be used for an API key. Case is ignored.
+
+        Raise `NameTakenError` if a key other than `except_key` (id) has this name or id. Raise `NameReservedError` for
+        `LOCAL_KEY_NAME` and `PAGE_KEY_NAME`.
+        """
         if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
             raise NameReservedError(f"name: {name!r} is reserved for the owner of this machine in the audit log")
         for row in self.store.keys.values():
@@ -119,10 +125,10 @@ class AccessAdmin:
     def create_key(
         self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
     ) -> dict[str, Any]:
-        """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
+        """Create an API key that is valid for `ttl` seconds; None: without expiry.
 
-        The caller checks `name` with `check_key_name`. The result contains the key's text, which is not stored. Raise
-        `ValueError` for an unknown scope or an empty list of scopes, `StoreError` after a failed write.
+        The caller must check `name` with `check_key_name`. The result contains the key's text, which is not stored.
+        Raise `ValueError` for an unknown scope or an empty list of scopes, and `StoreError` after a failed write.
         """
         self.store.raise_failure()
         limits = None if limits == NO_LIMITS else limits
@@ -142,9 +148,9 @@ class AccessAdmin:
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
-        """Rename a key. Return False if no key has the id `key`. The caller checks `name` with `check_key_name`.
+        """Rename a key. Return False if no key has the id `key`.
 
-        Raise `StoreError` after a failed write.
+        The caller must check `name` with `check_key_name`. Raise `StoreError` after a failed write.
         """
         return self._change_key(key, name=name)
 
@@ -174,7 +180,10 @@ class AccessAdmin:
         return True
 
     def list_keys(self) -> dict[str, Any]:
-        """List API keys without secrets, also expired ones, but no revoked ones. Times are in Unix seconds."""
+        """Return the API keys without their secrets. Times are in Unix seconds.
+
+        Expired keys are included, revoked keys are not.
+        """
         rows = [
             {
                 "id": row.id,
@@ -191,7 +200,7 @@ class AccessAdmin:
     def revoke_key(self, key: str) -> bool:
         """Revoke a key, effective at once. Return False if no stored key has the id `key`.
 
-        Raise `StoreError` after a failed write; the key is no longer valid in this process then.
+        Raise `StoreError` after a failed write. The key is then no longer valid in this process.
         """
         if key not in self.store.keys:
             return False
@@ -201,7 +210,8 @@ class AccessAdmin:
     def list_audit_entries(self, last: int) -> dict[str, Any]:
         """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
 
-        `actor_name` is the name of an actor that is a stored key; empty for any other actor, also for a revoked key.
+        `actor_name` is the name of the API key that is the actor. It is empty for any other actor, and for a revoked
+        key.
         """
         names = {row.id: row.name for row in self.store.keys.values()}
         entries = list(self.store.audit)

@@ -1,4 +1,4 @@
-"""Faults of a settings file with their lines, and settings without secrets for output. Does no I/O.
+"""Faults of a settings file with their lines, and settings without secrets for output. No I/O.
 
 The TOML parser returns values without lines. This module finds the lines with a second scan of tables and keys. A key
 in an inline table has the line of its table.
@@ -17,7 +17,7 @@ _SYNTAX = re.compile(r"\(at line (\d+), column (\d+)\)")
 HIDDEN = "(set, not shown)"
 """Replacement of a value that is not shown."""
 URL_SETTINGS = frozenset({"alerts.webhook_url"})
-"""Settings with a URL, which may contain a secret: only scheme and host are shown."""
+"""Settings with a URL that may contain a secret. Only scheme and host are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class ConfigFault:
     origin: str
     """Path of the file, or name of the other source."""
     line: int
-    """Line from 1; 0 if unknown."""
+    """Line number, from 1; 0 if unknown."""
     key: str
     """Dotted name of the setting; empty for a fault of TOML syntax."""
     text: str
     """Description of the fault, without the name of the setting."""
     near: str = ""
-    """Known setting with a similar name, as a hint; empty without one."""
+    """Known setting with a similar name, as a hint; empty if there is none."""
     meaning: str = ""
     """Description of the setting; empty if unknown."""
 
@@ -46,7 +46,7 @@ class ConfigFault:
 
 
 def find_line_numbers(text: str) -> dict[str, int]:
-    """Return the line, from 1, of each table and key in a TOML text, by dotted name."""
+    """Return the line number, from 1, of each table and key in a TOML text, by dotted name."""
     numbers: dict[str, int] = {}
     table, closing = "", ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -73,7 +73,7 @@ def _normalize_key(name: str) -> str:
 
 
 def find_line_number(key: str, lines: Mapping[str, int]) -> int:
-    """Return the line of a key, or of the nearest table that contains it; 0 if neither is known."""
+    """Return the line number of a key, or of the nearest table that contains it; 0 if neither is known."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (number := lines.get(".".join(parts[:count]))) is not None:
@@ -82,7 +82,7 @@ def find_line_number(key: str, lines: Mapping[str, int]) -> int:
 
 
 def build_syntax_fault(origin: str, message: str) -> ConfigFault:
-    """Convert the message of a `TOMLDecodeError` into a `ConfigFault` of `origin`."""
+    """Convert the message of a `TOMLDecodeError` into a `ConfigFault`. `origin` is the path of the file."""
     match = _SYNTAX.search(message)
     return ConfigFault(origin, int(match[1]) if match else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
 
@@ -101,9 +101,9 @@ def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "")
 
 
 def redact_value(key: str, value: object) -> object:
-    """Return the value of the setting `key` for output. Of a URL that may contain a secret, only scheme and host.
+    """Return the value of the setting `key` for output.
 
-    Return `HIDDEN` if that URL has no scheme or host.
+    Of a URL that may contain a secret, return only scheme and host, or `HIDDEN` if the URL has no scheme or host.
     """
     if key not in URL_SETTINGS or not value:
         return value

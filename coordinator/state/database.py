@@ -1,15 +1,16 @@
 """Persistent state of the coordinator: identity, members, tokens, API keys, wishes, usage, audit log and deny list.
 
-All data is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once. Each
-change is also one transaction. A single writer thread writes them in order into SQLite (WAL, synchronous=FULL). `await
-flush()` returns after all changes up to now are on disk. Code that issues a certificate or a key flushes first.
+All data is in memory, on the event loop that owns the store: readers read mappings, and changes are visible at once.
+Each change is also one transaction. A single writer thread writes the changes in order into SQLite (WAL,
+synchronous=FULL). `await flush()` returns after all earlier changes are on disk. Code that issues a certificate or a
+key flushes first.
 
-While the disk takes no changes, for example because it is full, every change raises `StoreError`. The change is in
-memory, and is written in its order as soon as the disk takes changes. Reads work, and the pool keeps serving.
+While changes cannot be written, for example because the disk is full, every change raises `StoreError`. The change is
+in memory, and is written in its order as soon as the disk accepts changes. Reads work, and the pool keeps serving.
 
-Writing ends until a restart after a value that the database cannot hold. The same holds above
-`store_writer.MAX_UNWRITTEN` unwritten changes. All unwritten changes are then lost. Any other error of the writer
-thread calls `on_death`, which ends the coordinator. Every `flush` after one of these errors ends with `StoreError`.
+A value that the database cannot store ends the writing until a restart, as do more than `store_writer.MAX_UNWRITTEN`
+unwritten changes. All unwritten changes are then lost. Any other error of the writer thread calls `on_death`, which
+ends the coordinator. Every `flush` after one of these errors raises `StoreError`.
 """
 
 import sqlite3
@@ -33,9 +34,9 @@ from host.private_files import create_private_folder
 class Database:
     """Database of a state folder, which is locked until `close`. Opening also finishes an interrupted restore.
 
-    The writer thread calls `on_death` after an unexpected error, and then writes nothing more. Raise `StoreError` if
-    the database cannot be opened, and `StateLockedError` if another process uses the folder. Methods that change the
-    state raise `StoreError` after a failed write.
+    The constructor raises `StoreError` if the database cannot be opened, and `StateLockedError` if another process uses
+    the folder. The writer thread calls `on_death` after an unexpected error, and then writes nothing more. Methods that
+    change the state raise `StoreError` after a failed write.
     """
 
     def __init__(self, folder: Path, on_death: Callable[[], object] = lambda: None) -> None:
@@ -74,7 +75,7 @@ class Database:
 
     @property
     def meta(self) -> ClusterMeta:
-        """Identity of the coordinator, as last set."""
+        """Identity of the coordinator, with the newest changes."""
         return self._meta
 
     def create_cluster(self, cluster: str, name: str) -> None:
@@ -92,14 +93,15 @@ class Database:
         return self._meta.epoch
 
     async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now.
+        """Wait until all earlier changes are on disk. Raise `StoreError` if they cannot be written now.
 
-        The changes then wait for the disk. A cancellation ends only the wait. After `close`, the wait would not end.
+        In that case the changes wait for the disk. A cancellation ends only the wait. Do not call after `close`,
+        because the wait would not end.
         """
         await self._writer.flush()
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if changes cannot be written now."""
+        """Raise `StoreError` if changes cannot currently be written."""
         self._writer.raise_failure()
 
     def count_unwritten(self) -> int:
@@ -107,8 +109,10 @@ class Database:
         return self._writer.count_unwritten()
 
     def close(self) -> None:
-        """Write pending changes, close the database and release the lock. Raise `StoreError` if changes remain
-        unwritten."""
+        """Write pending changes, close the database and release the lock.
+
+        Raise `StoreError` if changes remain unwritten.
+        """
         self._writer.close()
         self._lock.release()
         self._writer.raise_failure()

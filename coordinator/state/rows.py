@@ -17,15 +17,14 @@ class ClusterMeta:
     name: str = ""
     """Display name of the cluster; empty before the cluster is created."""
     epoch: int = 0
-    """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `restore.RESERVED_EPOCHS`.
-    """
+    """Number of the coordinator's current start. A restore of a backup adds `restore.RESERVED_EPOCHS`."""
     generation: int = 0
     """Generation of the coordinator. Every restore of a backup raises it to at least the Unix time of the restore."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A node that has joined the cluster. Times are in Unix seconds."""
+    """Node that has joined the cluster. Times are in Unix seconds."""
 
     node: NodeId
     name: str
@@ -36,7 +35,9 @@ class MemberRow:
     serial: str
     """Serial (hex) of the node's newest certificate."""
     joined: float
+    """Unix time in seconds at which the node joined last."""
     cordoned: bool = False
+    """Whether an administrator has excluded the node from new requests."""
     removed: float | None = None
     """Unix time in seconds of the removal; None for a member."""
     labels: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class MemberRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A join token. `key` is the MAC key derived from its secret, and is also secret. Times are in Unix seconds."""
+    """Join token. `key` is the MAC key derived from its secret, and is itself secret. Times are in Unix seconds."""
 
     id: str
     key: bytes
@@ -60,7 +61,7 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key without its secret. Times are in Unix seconds."""
+    """API key without its secret. Times are in Unix seconds."""
 
     id: str
     name: str
@@ -70,25 +71,26 @@ class KeyRow:
     """Digest of the key's text (`router.admission.api_keys.compute_digest`)."""
     created: float
     expires: float | None = None
-    """Unix time in seconds from which the key is not valid; None: never."""
+    """Unix time in seconds from which the key is not valid; None for a key without expiry."""
     limits: KeyLimits | None = None
-    """Limits of the key; None for no limits."""
+    """Limits of the key; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """Usage of a model by a key on one day (UTC, `2026-01-31`)."""
+    """Usage of a model by an API key on one day."""
 
     key: str
     """Id of the API key."""
     model: str
     day: str
+    """Day (UTC), such as `2026-01-31`."""
     used: UsageTotals
 
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One entry of the audit log: the action of an actor on a subject."""
+    """Entry of the audit log: the action of an actor on a subject."""
 
     number: int
     at: float
@@ -98,4 +100,4 @@ class AuditRow:
     action: str
     subject: str
     address: str = ""
-    """Address of the actor; empty if unknown, as for actions on this machine's files."""
+    """IP address of the actor; empty if unknown, for example for an action on this machine's files."""

@@ -33,4 +33,4 @@ MIGRATIONS = (
     CREATE TABLE wishes (model TEXT PRIMARY KEY, wish TEXT NOT NULL);
     """,
 )
-"""One script per schema version. SQLite's `user_version`, readable in any schema, counts the applied scripts."""
+"""One SQL script per schema version. SQLite's `user_version` is the number of applied scripts."""

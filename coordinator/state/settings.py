@@ -11,7 +11,7 @@ from router.admission.cache_scope import CacheSettings
 from router.settings import RouterSettings
 
 NODE_SECTIONS = frozenset({"memory", "engine", "models", "node", "sharing", "worker"})
-"""Sections of `config.toml` for the node on this machine, which this module does not read."""
+"""Sections of `config.toml` that the node on this machine reads, and the coordinator ignores."""
 _ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/,*]+"
 
 

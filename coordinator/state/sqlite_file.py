@@ -1,4 +1,4 @@
-"""SQLite file with schema versions: opened, checked, and migrated after a copy."""
+"""SQLite file with schema versions, which is checked when it is opened, and copied before a migration."""
 
 import contextlib
 import os
@@ -12,11 +12,11 @@ from coordinator.state.store_errors import StoreError
 def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     """Open a database (mode 0600, WAL, synchronous=FULL) and apply the missing `migrations`.
 
-    `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, copy the database
-    to the file `NAME.schema-VERSION` next to it.
+    `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, the database is
+    copied to the file `NAME.schema-VERSION` next to it.
 
-    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer version of Macpool. Raise
-    it also if the copy cannot be written.
+    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer version of Macpool. The
+    error is also raised if the copy cannot be written.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

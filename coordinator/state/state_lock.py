@@ -1,4 +1,4 @@
-"""Lock of a state folder against other processes."""
+"""Lock that gives one process exclusive use of a state folder."""
 
 import fcntl
 import os
@@ -10,8 +10,8 @@ from coordinator.state.store_errors import StateLockedError
 class StateLock:
     """Exclusive lock of a state folder, held until `release` or the end of the process.
 
-    Raise `StateLockedError` if another process holds the lock, and `OSError` if the lock file cannot be opened or
-    locked.
+    The constructor raises `StateLockedError` if another process holds the lock, and `OSError` if the lock file cannot
+    be opened or locked.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -2,8 +2,8 @@
 
 
 class StoreError(Exception):
-    """The state cannot be read or written. The text has the reason."""
+    """Raised if the state cannot be read or written. The text has the reason."""
 
 
 class StateLockedError(StoreError):
-    """Another process holds the lock of the state folder."""
+    """Raised if another process holds the lock of the state folder."""

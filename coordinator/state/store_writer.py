@@ -1,4 +1,4 @@
-"""Writer thread of a database: executes changes in order, each as one transaction."""
+"""Writer thread of a database, which executes changes in order, each as one transaction."""
 
 import asyncio
 import contextlib
@@ -14,10 +14,9 @@ import structlog
 from coordinator.state.store_errors import StoreError
 
 RETRY_SECONDS = 5.0
-"""Seconds between two attempts to write changes that could not be written, for example because the disk is full."""
+"""Seconds between two attempts to write waiting changes, for example while the disk is full."""
 MAX_UNWRITTEN = 100_000
-"""Maximum changes that wait for a disk. With more, no change is written until the coordinator restarts, and all that
-wait are lost."""
+"""Maximum number of waiting changes. Above that, all waiting changes are lost, and writing ends until a restart."""
 
 log = structlog.get_logger()
 
@@ -25,8 +24,8 @@ log = structlog.get_logger()
 class StoreWriter:
     """Writer of changes to a database, on a thread of its own.
 
-    If the disk does not take a change, that change and all later ones wait in their order, and are tried again every
-    `RETRY_SECONDS`. Writing ends after a change that the database can never take, and above `MAX_UNWRITTEN` waiting
+    If the disk does not accept a change, that change and all later ones wait in their order, and are tried again every
+    `RETRY_SECONDS`. Writing ends after a change that the database can never accept, and above `MAX_UNWRITTEN` waiting
     changes. After any other error, the thread calls `on_death` and writes nothing more.
     """
 
@@ -42,15 +41,16 @@ class StoreWriter:
         self._thread.start()
 
     def enqueue(self, statement: str, *values: object) -> None:
-        """Enqueue an SQL statement with its values as one change. Raise `StoreError` while changes cannot be written.
+        """Enqueue an SQL statement with its values as one change.
 
-        The change then waits with the earlier ones. After an error that ends the writing, the change is discarded.
+        Raise `StoreError` while changes cannot be written. The change then waits with the earlier ones, or is discarded
+        if writing has ended.
         """
         self._writes.put(lambda: self._execute(statement, values))
         self.raise_failure()
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when every change before this call is on disk.
+        """Return a future that is done when all changes enqueued before this call are on disk.
 
         The future fails with `StoreError` if these changes cannot be written now. Later changes have no effect on it.
         Do not call after `close`, because the future would never be done.
@@ -70,13 +70,16 @@ class StoreWriter:
         return done
 
     def close(self) -> None:
-        """Write pending changes and close the database. `raise_failure` then raises if a change is not written."""
+        """Write pending changes and close the database. Block until this is done.
+
+        If a change could not be written, `raise_failure` raises afterwards.
+        """
         self._writes.put(None)
         self._thread.join()
         self._connection.close()
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if changes cannot be written."""
+        """Raise `StoreError` if changes cannot currently be written."""
         if self._failure is not None:
             raise self._failure
 

@@ -1,6 +1,6 @@
-"""Tables of the cluster's database: all rows in memory, each change also written to disk by the store's writer.
+"""Tables of the cluster's database: all rows in memory, with each change also written to disk by the store's writer.
 
-Methods that change a table raise `StoreError` after a failed write. The rows in memory have the change then.
+Methods that change a table raise `StoreError` after a failed write. The rows in memory then have the change.
 """
 
 import sqlite3
@@ -19,13 +19,13 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 MAX_AUDIT_ENTRIES = 10_000
-"""Maximum entries of the audit log. The oldest above it are deleted."""
+"""Maximum entries of the audit log. The oldest ones above it are deleted."""
 Key = TypeVar("Key")
 Row = TypeVar("Row")
 
 
 class RowTable(Mapping[Key, Row]):
-    """Rows by key, for readers. The subclasses have the methods that change rows."""
+    """Read access to the rows of a table, by key. Subclasses have the methods that change rows."""
 
     def __init__(self, rows: dict[Key, Row], writer: StoreWriter) -> None:
         self._rows = rows
@@ -42,7 +42,7 @@ class RowTable(Mapping[Key, Row]):
 
 
 class MemberTable(RowTable[NodeId, MemberRow]):
-    """All nodes that ever joined, by node id, including removed ones (`removed` is set)."""
+    """All nodes that have ever joined, by node id, including removed ones (`removed` is set)."""
 
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = map(_parse_member_row, connection.execute("SELECT * FROM members"))
@@ -67,7 +67,7 @@ class MemberTable(RowTable[NodeId, MemberRow]):
 
 
 class TokenTable(RowTable[str, TokenRow]):
-    """All join tokens by id, including used and revoked ones until their deletion."""
+    """All join tokens by id. Used and revoked tokens are included until they are deleted."""
 
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = map(_parse_token_row, connection.execute("SELECT * FROM tokens"))
@@ -88,19 +88,19 @@ class TokenTable(RowTable[str, TokenRow]):
         )
 
     def delete(self, token: str) -> None:
-        """Delete the join token of this id. Do nothing if there is none. Raise `StoreError` after a failed write."""
+        """Delete the join token with this id. Do nothing if there is none. Raise `StoreError` after a failed write."""
         self._rows.pop(token, None)
         self._writer.enqueue("DELETE FROM tokens WHERE id = ?", token)
 
 
 class KeyTable(RowTable[str, KeyRow]):
-    """API keys by id, without revoked ones."""
+    """API keys by id, except revoked keys."""
 
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = map(_parse_key_row, connection.execute("SELECT * FROM keys WHERE revoked IS NULL"))
         super().__init__({row.id: row for row in rows}, writer)
         self.was_empty = connection.execute("SELECT 1 FROM keys").fetchone() is None
-        """Whether no key had ever been stored when the database was opened, not even one that was revoked later."""
+        """Whether no key, not even a revoked one, had ever been stored when the database was opened."""
 
     def put(self, row: KeyRow) -> None:
         """Add an API key, or replace the row of its id. Raise `StoreError` after a failed write."""
@@ -117,9 +117,9 @@ class KeyTable(RowTable[str, KeyRow]):
         )
 
     def revoke(self, key: str, now: float) -> bool:
-        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk.
+        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id.
 
-        Raise `StoreError` after a failed write.
+        The row of the key is kept on disk. Raise `StoreError` after a failed write.
         """
         known = self._rows.pop(key, None) is not None
         self._writer.enqueue("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
@@ -148,7 +148,7 @@ class WishTable(RowTable[str, Wish]):
 
 
 class UsageTable:
-    """Usage of every key, model and day."""
+    """Usage by key, model and day."""
 
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = connection.execute("SELECT * FROM usage")
@@ -158,7 +158,7 @@ class UsageTable:
         self._writer = writer
 
     def add(self, key: str, model: str, day: str, used: UsageTotals) -> None:
-        """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`).
+        """Add `used` to the usage of a model by a key (id) on a day (UTC, such as `2026-01-31`).
 
         Raise `StoreError` after a failed write. The rows in memory then have the addition.
         """
@@ -173,13 +173,14 @@ class UsageTable:
         )
 
     def list_rows(self) -> list[UsageRow]:
-        """Return the usage of every key, model and day, in any order."""
+        """Return the usage of every key, model and day, in no particular order."""
         return list(self._rows.values())
 
     def delete_before(self, before: str, days: int) -> None:
-        """Delete the usage of all days before `before` (`2026-01-31`).
+        """Delete the usage of all days before the day `before` (such as `2026-01-31`).
 
-        Delete nothing unless at least `days` days from `before` on have usage. Raise `StoreError` after a failed write.
+        Delete nothing unless at least `days` later days have usage, counting `before` itself. Raise `StoreError` after
+        a failed write.
         """
         old = [row for row in self._rows if row[2] < before]
         if not old or len({row[2] for row in self._rows if row[2] >= before}) < days:
@@ -190,7 +191,7 @@ class UsageTable:
 
 
 class AuditLog(Sequence[AuditRow]):
-    """Entries of the audit log, at most the newest `MAX_AUDIT_ENTRIES`, oldest first."""
+    """Newest entries of the audit log, oldest first, at most `MAX_AUDIT_ENTRIES`."""
 
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = connection.execute("SELECT * FROM audit ORDER BY number")
@@ -211,9 +212,9 @@ class AuditLog(Sequence[AuditRow]):
         return len(self._rows)
 
     def add(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Append an entry of the time `at` (Unix seconds), with the fields of `AuditRow`.
+        """Append an entry with the time `at` (Unix seconds) and the fields of `AuditRow`.
 
-        Keep the newest `MAX_AUDIT_ENTRIES` entries. Raise `StoreError` after a failed write.
+        Only the newest `MAX_AUDIT_ENTRIES` entries are kept. Raise `StoreError` after a failed write.
         """
         number = self._rows[-1].number + 1 if self._rows else 1
         self._rows.append(AuditRow(number, at, actor, action, subject, address))
@@ -229,21 +230,21 @@ class DenyList:
         self._writer = writer
 
     def add_node(self, node: NodeId, now: float, reason: str) -> None:
-        """Add a node permanently, with any certificate. `now` is in Unix seconds.
+        """Deny a node permanently, with any certificate. `now` is in Unix seconds.
 
         `reason` is stored with the entry. Raise `StoreError` after a failed write.
         """
         self._add(f"node:{node}", now, reason)
 
     def add_serial(self, serial: str, now: float, reason: str) -> None:
-        """Add a certificate (serial in hex) permanently. `now` is in Unix seconds.
+        """Deny a certificate (serial in hex) permanently. `now` is in Unix seconds.
 
         `reason` is stored with the entry. Raise `StoreError` after a failed write.
         """
         self._add(f"serial:{serial}", now, reason)
 
     def is_denied(self, node: NodeId, serial: str) -> bool:
-        """Return whether a node, or its certificate with this serial (hex), is on the deny list."""
+        """Return whether a node, or its certificate with this serial (hex), is denied."""
         return f"node:{node}" in self._subjects or f"serial:{serial}" in self._subjects
 
     def _add(self, subject: str, now: float, reason: str) -> None:

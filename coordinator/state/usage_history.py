@@ -1,4 +1,4 @@
-"""Usage of API keys by day and model in the database: its storage, its deletion after USAGE_DAYS days, and its sums."""
+"""Usage of API keys by day and model in the database: storage, deletion after `USAGE_DAYS` days, and sums."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,25 +17,28 @@ from router.admission.usage import UsageCounter, UsageTotals
 USAGE_DAYS = 400
 """Days for which usage is stored. Older usage is deleted."""
 CONFIRMING_DAYS = 7
-"""Minimum number of days with usage, among the last USAGE_DAYS days, before older usage is deleted. A clock that is
-ahead for a short time therefore deletes nothing."""
+"""Minimum number of days with usage, among the last `USAGE_DAYS` days, before older usage is deleted.
+
+A clock that is ahead for a short time therefore deletes nothing.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class UsageHistory:
-    """Usage of API keys in the database. `ring` has the names of keys that are not stored. `clock` returns Unix
-    seconds."""
+    """Usage of API keys in the database.
+
+    `ring` has the names of keys that are not stored. `clock` returns Unix seconds.
+    """
 
     store: Database
     ring: KeyRing
     clock: Callable[[], float]
 
     def record(self, usage: UsageCounter) -> None:
-        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
+        """Move the counts of `usage` into the database, and delete usage older than `USAGE_DAYS` days.
 
-        Nothing is deleted until at least `CONFIRMING_DAYS` of the later days have usage.
-
-        Raise `StoreError` while changes cannot be written. The sums have the counts, which wait for the disk.
+        Nothing is deleted until at least `CONFIRMING_DAYS` of the later days have usage. Raise `StoreError` while
+        changes cannot be written. The sums then have the counts, which wait for the disk.
         """
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         failure: StoreError | None = None
@@ -51,18 +54,18 @@ class UsageHistory:
     def sum(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
         """Return the body of `/api/v1/keys/usage`: requests and tokens by key and model, with `daily` also by day.
 
-        `since` is the first day (UTC), as `2026-01-31`; empty for all days. `key` limits the result to the key of this
-        id; None for all keys. Without `daily`, the days are added up.
+        `since` is the first day (UTC), such as `2026-01-31`; empty for all days. `key` is the id of the only key; None
+        for all keys. Without `daily`, the days are added up.
         """
         return self.prepare_sum(key, since, daily=daily)()
 
     def prepare_sum(
         self, key: str | None = None, since: str = "", *, daily: bool = False
     ) -> Callable[[], dict[str, Any]]:
-        """Return a function that returns the result of `sum`, with the same arguments, over the rows that exist now.
+        """Return a function that returns the result of `sum` with these arguments, over the rows that exist now.
 
-        The function may run in any thread: a year of many keys takes more than a second. Usage that is added to these
-        rows before the function runs is included.
+        The function may run in any thread, because a year of many keys takes more than a second. It includes usage that
+        is added to these rows before it runs.
         """
         names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
         return partial(_sum_rows, self.store.usage.list_rows(), names, key, since, daily=daily)
