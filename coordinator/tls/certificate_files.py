@@ -1,4 +1,4 @@
-"""TLS of the clients' endpoint with the certificate files of the settings, which other programs replace."""
+"""TLS of the clients' endpoint with given certificate files, which other programs may replace."""
 
 import hashlib
 import ssl
@@ -18,9 +18,9 @@ log = structlog.get_logger("coordinator.tls.certificate_files")
 
 
 class CertificateFiles:
-    """Certificate chain (PEM) and key of the settings, and the TLS context that serves them.
+    """Certificate chain and key (PEM files) of the settings, and the TLS context that serves them.
 
-    Raise `AuthorityError` if the files cannot be used.
+    The constructor raises `AuthorityError` if the files cannot be used.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
@@ -28,15 +28,15 @@ class CertificateFiles:
         self._key = key
         self._digest: bytes | None = None
         self.context = create_server_context()
-        """TLS context of the endpoint, with the certificate that was loaded last."""
+        """TLS context of the endpoint, with the certificate that was last loaded."""
         self.validity = (0.0, 0.0)
-        """Issue and expiry of the certificate that is served, in Unix seconds."""
+        """Times of issue and expiry of the served certificate, in Unix seconds."""
         self.renew()
 
     def renew(self) -> None:
-        """Load the files if they have changed. New connections use the new certificate.
+        """Load the files if they have changed. New connections then use the new certificate.
 
-        Raise `AuthorityError` if the files cannot be used, and serve the former certificate.
+        Raise `AuthorityError` if the files cannot be used. The former certificate is then still served.
         """
         digest = self._compute_digest()
         if digest == self._digest:

@@ -1,15 +1,15 @@
-"""The cluster's certificate authority: issues certificates and identifies peers by their certificate.
+"""The cluster's certificate authority, which issues certificates and identifies peers by their certificates.
 
-ECDSA P-256 throughout, because Apple's TLS rejects Ed25519 leaves. The CA in `authority.pem` is valid for ten years,
-the coordinator's certificate in `coordinator.pem` for 90 days. Each file holds key and certificate together and has
-mode 0600. The cluster's id is part of the CA: the file is the cluster's identity.
+All keys are ECDSA P-256, because Apple's TLS rejects Ed25519 leaves. The CA in `authority.pem` is valid for ten years,
+the coordinator's certificate in `coordinator.pem` for 90 days. Each file has mode 0600 and contains both key and
+certificate. The cluster's id is part of the CA: the file is the cluster's identity.
 
 Invariants
-- Only the public key of a certificate request is used. Names, SANs and extensions are set by the authority.
+- Only the public key of a certificate request is used. The authority sets names, SANs and extensions.
 - The SAN names the holder: a node by its id, or the coordinator. Peers accept as coordinator only a certificate with
   the coordinator's SAN. A stolen node therefore cannot pose as coordinator.
-- Certificates pass `VERIFY_X509_STRICT` (Python's default from 3.13 on). They begin a day early for clocks that are
-  slow.
+- Certificates pass `VERIFY_X509_STRICT` (Python's default from 3.13 on). Their validity starts a day early, for clocks
+  that are slow.
 """
 
 import datetime
@@ -42,27 +42,29 @@ log = structlog.get_logger()
 CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
 """Validity of the CA, and of the endpoint's authority (`https_ca`), in seconds."""
 MAX_REQUEST_BYTES = 4096
-"""Maximum bytes of a certificate request, and of the certificate of a member that joins again. A request for P-256 has
-about 200."""
+"""Maximum bytes of a certificate request, and of the certificate of a member that joins again.
+
+A request for P-256 has about 200 bytes.
+"""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
 
 class AuthorityError(Exception):
-    """A key, certificate or HTTPS setting cannot be used. The text names the file or setting, and the fault."""
+    """Raised if a key, certificate or HTTPS setting cannot be used. The text names it, and describes the fault."""
 
 
 class CertificateRequestError(ValueError):
-    """A certificate request that the authority does not sign. The text has the reason."""
+    """Raised for a certificate request that the authority does not sign. The text has the reason."""
 
 
 class ClusterCa:
     """CA of one cluster, with the coordinator's own certificate. Both are created in `folder` on first use.
 
     A coordinator certificate that is damaged or that another CA issued is replaced. `clock` returns Unix seconds.
-    `node_life` is the validity of node certificates, in seconds. `is_new_cluster` permits a new CA; for an existing
-    cluster, a new CA would refuse every node. Raise `AuthorityError` if the CA's file is damaged, or missing for an
-    existing cluster, and `OSError` if a file cannot be written.
+    `node_life` is the validity of node certificates, in seconds. `is_new_cluster` permits the creation of a CA; for an
+    existing cluster, a new CA would refuse every node. The constructor raises `AuthorityError` if the CA's file is
+    damaged, or missing for an existing cluster, and `OSError` if a file cannot be written.
     """
 
     def __init__(
@@ -84,21 +86,18 @@ class ClusterCa:
         self.cluster = _get_cluster_id(self._certificate, file)
         """Id of the cluster."""
         self.ca = self._certificate.public_bytes(Encoding.DER)
-        """The CA's certificate, DER."""
+        """Certificate of the CA in DER."""
         if not self._own.exists() or not self._has_issued_own_certificate():
             self._issue_own_certificate()
         self._context = self._create_context()
         self.renew()
 
     def sign_request(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
-        """Issue a node's certificate (DER) for the key of a request (DER).
+        """Issue a node's certificate (DER) for the public key of a certificate request (DER).
 
-        `name` is the node's display name, which becomes the common name; empty: the node's id.
-
-        The certificate serves for both ends of TLS, because a node can be the mirror of another node.
-
-        Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own
-        key.
+        `name` is the node's display name, which becomes the common name; if it is empty, the node's id does. The
+        certificate is valid for both ends of TLS, because a node can be the mirror of another node. Raise
+        `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
         """
         certificate = self._issue_leaf(
             extract_public_key(csr),
@@ -113,8 +112,8 @@ class ClusterCa:
         """Return the node id and certificate serial (hex) of the member that signed a request to join again.
 
         `certificate` is the member's certificate (DER), `csr` the request (DER), and `proof` the signature by the
-        certificate's key. Return None if this CA did not issue the certificate, or its key did not sign. Return None
-        also unless the certificate is that of a node of this cluster. An expired certificate also proves the key.
+        certificate's key. Return None if this CA did not issue the certificate, or if its key did not sign the request.
+        Return None also if the certificate does not name a node of this cluster. An expired certificate is accepted.
         """
         try:
             loaded = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
@@ -128,11 +127,11 @@ class ClusterCa:
         return (peer.node, read_certificate(certificate).serial) if peer.cluster == self.cluster else None
 
     def seal_generation(self, generation: int) -> bytes:
-        """Return the signature, with the CA's key, of the statement that this cluster reached this generation."""
+        """Return a signature by the CA's key that states that this cluster has reached a generation."""
         return self._key.sign(_build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
     def is_sealed(self, generation: int, seal: bytes) -> bool:
-        """Return whether `seal` is a signature of `seal_generation` for this generation, with the key of this CA."""
+        """Return whether `seal` is a signature of `seal_generation` for this generation, by the key of this CA."""
         try:
             self._key.public_key().verify(
                 seal, _build_generation_text(self.cluster, generation), ec.ECDSA(hashes.SHA256())
@@ -142,18 +141,19 @@ class ClusterCa:
         return True
 
     def get_server_context(self) -> ssl.SSLContext:
-        """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
+        """Return the TLS context of the cluster port: TLS 1.3, with an optional but strictly verified client
+        certificate."""
         return self._context
 
     @property
     def ca_validity(self) -> tuple[float, float]:
-        """Issue and expiry of the CA's certificate, in Unix seconds."""
+        """Times of issue and expiry of the CA's certificate, in Unix seconds."""
         ca = read_certificate(self.ca)
         return ca.issued, ca.expires
 
     @property
     def validity(self) -> tuple[float, float]:
-        """Issue and expiry of the coordinator's certificate, in Unix seconds.
+        """Times of issue and expiry of the coordinator's certificate, in Unix seconds.
 
         Raise `AuthorityError` if its file cannot be read.
         """
@@ -162,19 +162,19 @@ class ClusterCa:
 
     @property
     def renew_from(self) -> float:
-        """Unix time from which `renew` issues a new coordinator certificate.
+        """Unix time in seconds from which `renew` issues a new coordinator certificate.
 
         Raise `AuthorityError` if the file of the current certificate cannot be read.
         """
         return read_certificate(self._read_own_certificate()).renew_from
 
     def renew(self) -> bool:
-        """Issue a new coordinator certificate after two thirds of the validity of the current one.
+        """Issue a new coordinator certificate if the current one is due. Return whether one was issued.
 
-        Issue one as well if the current one is from the future, because the clock was set back: nodes would refuse it.
-        New connections use the new certificate. Return whether a certificate was issued. Log a warning if the clock is
-        before the issue of the CA's certificate. Raise `AuthorityError` if the current certificate cannot be read, and
-        `OSError` if the new one cannot be written.
+        A certificate is due after two thirds of its validity. It is also due if it is from the future because the clock
+        was set back, since nodes would refuse it. New connections use the new certificate. Log a warning if the clock
+        is before the issue of the CA's certificate. Raise `AuthorityError` if the current certificate cannot be read,
+        and `OSError` if the new one cannot be written.
         """
         own, now, created = read_certificate(self._read_own_certificate()), self._clock(), self.ca_validity[0]
         if now < created - BACKDATED_SECONDS:
@@ -190,10 +190,10 @@ class ClusterCa:
         return True
 
     def identify_peer(self, presented: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
-        """Return the node of this cluster that a certificate names; None without a certificate or such a node.
+        """Return the node of this cluster that a certificate names; None if there is no certificate or no such node.
 
         `presented` is the certificate (DER), or the TLS object of the connection. The signature of the certificate must
-        be verified already. Raise `ValueError` for bytes that are not a certificate.
+        already be verified. Raise `ValueError` for bytes that are not a certificate.
         """
         der = (
             presented.getpeercert(binary_form=True)
@@ -253,9 +253,9 @@ class ClusterCa:
 
 
 def read_cluster_id(file: Path) -> str:
-    """Read the id of a cluster from its CA, in a file of `write_key_pair`.
+    """Return the id of a cluster from the file of its CA (`write_key_pair`).
 
-    Raise `AuthorityError` if the file is missing or damaged, or has no CA of a cluster.
+    Raise `AuthorityError` if the file is missing or damaged, or is not the CA of a cluster.
     """
     return _get_cluster_id(read_key_pair(file)[1], file)
 
@@ -300,10 +300,10 @@ def _create_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate
 def create_certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
-    """Return a builder with subject `name`, issuer, key, serial number, validity and the identifier of the key as an
-    extension. The caller adds the other extensions.
+    """Return a certificate builder with subject `name`, issuer, key, serial number, validity and key identifier.
 
-    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after `now`.
+    The caller adds all other extensions. `now` is in Unix seconds. The validity starts `BACKDATED_SECONDS` before `now`
+    and ends `life` seconds after `now`.
     """
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
@@ -319,12 +319,12 @@ def create_certificate_builder(
 
 
 def build_common_name(name: str) -> x509.Name:
-    """Return an X.509 name that consists of the common name `name`."""
+    """Return an X.509 name that has only the common name `name`."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def build_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return the key usage extension for a CA, or without `signs_certificates` for a certificate of a TLS peer."""
+    """Return the key usage extension of a CA, or, without `signs_certificates`, of a TLS peer's certificate."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,
@@ -339,13 +339,19 @@ def build_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def write_key_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
-    """Replace a file by a key and its certificate (PEM), with mode 0600. Raise `OSError` if it cannot be written."""
+    """Replace a file by a key and its certificate (PEM), with mode 0600.
+
+    Raise `OSError` if the file cannot be written.
+    """
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     write_private(path, private + certificate.public_bytes(Encoding.PEM))
 
 
 def read_key_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Read key and certificate from a file of `write_key_pair`. Raise `AuthorityError` if it is missing or damaged."""
+    """Read key and certificate from a file of `write_key_pair`.
+
+    Raise `AuthorityError` if the file is missing or damaged, or if key and certificate do not match.
+    """
     try:
         content = path.read_bytes()
         key = load_pem_private_key(content, None)

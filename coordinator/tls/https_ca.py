@@ -1,18 +1,18 @@
-"""TLS for the clients' endpoint: a separate authority that is constrained to local names, or given files.
+"""TLS for the clients' endpoint with an authority of its own, which is constrained to local names.
 
-Clients accept HTTPS only from an authority that they trust, and people will add this authority to the trust store. The
-cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this is a
-separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). The constraints permit names under
-`.local`, `localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
+Clients accept HTTPS only from an authority that they trust, and people add this authority to their trust stores. The
+cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this
+authority has a separate key, and its certificate has critical name constraints (RFC 5280 §4.2.1.10). The constraints
+permit names under `.local`, `localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with
+another name.
 
 Addresses are not constrained. BoringSSL (Bun, Claude Code, Electron) refuses every certificate with an address below an
-authority that constrains addresses (docs/decisions/0030).
+authority that constrains addresses (docs/decisions/0030). An authority of an earlier version, with constraints on
+addresses, is issued again with the same key and subject. A client that trusts the earlier certificate accepts the
+endpoint as before.
 
-An authority of an earlier version, with constraints on addresses, is issued again with the same key and subject. A
-client that trusts the earlier certificate accepts the endpoint as before.
-
-The endpoint's certificate holds the current names and addresses of this machine. The certificate is replaced when they
-change, or after two thirds of its validity. New connections use the new certificate.
+The endpoint's certificate contains the current names and addresses of this machine. The certificate is replaced when
+they change, or after two thirds of its validity. New connections use the new certificate.
 """
 
 import hashlib
@@ -54,8 +54,10 @@ LOCAL_NETWORKS = (
     "fc00::/7",
     "fe80::/10",
 )
-"""Networks of this machine's addresses in the certificate: loopback, private, link-local and overlay networks. The
-addresses in `http.allowed_hosts` may be in any network."""
+"""Networks whose addresses of this machine are in the certificate: loopback, private, link-local and overlay networks.
+
+The addresses in `http.allowed_hosts` may be in any network.
+"""
 REISSUED_WARNING = (
     "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "
     "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
@@ -63,20 +65,21 @@ REISSUED_WARNING = (
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 """Names that every certificate of the endpoint contains."""
 NO_PASSPHRASE = ""
-"""Passphrase for every key. Without it, OpenSSL asks on the terminal for that of an encrypted key and blocks the loop.
+"""Passphrase for every key.
+
+Without it, OpenSSL asks on the terminal for the passphrase of an encrypted key, which blocks the loop.
 """
 LOCAL_DOMAIN = "local"
-"""Domain of Bonjour's names."""
+"""Domain of the names of Bonjour."""
 
 
 class HttpsCa:
-    """Authority of the HTTPS endpoint, created in `folder` on first use, and its certificate.
+    """Authority of the HTTPS endpoint, created in `folder` on first use, and the endpoint's certificate.
 
-    Each construction issues a new certificate.
-
-    `hosts` are additional names in the certificate. If the names among them change, the authority is new, and clients
-    must trust it again. `clock` returns Unix seconds. `get_local_names` returns the current names and addresses of this
-    machine. Raise `AuthorityError` if the authority's file is damaged, and `OSError` if a file cannot be written.
+    Each construction issues a new certificate. `hosts` are additional names and addresses in the certificate. If the
+    names in `hosts` change, a new authority is created, and clients must trust it again. `clock` returns Unix seconds.
+    `get_local_names` returns the current names and addresses of this machine. The constructor raises `AuthorityError`
+    if the authority's file is damaged, and `OSError` if a file cannot be written.
     """
 
     def __init__(
@@ -101,17 +104,17 @@ class HttpsCa:
 
     @property
     def ca_pem(self) -> str:
-        """Certificate of the authority in PEM, for the trust stores of clients."""
+        """Certificate of the authority (PEM), for the trust stores of clients."""
         return self._ca.public_bytes(Encoding.PEM).decode()
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the authority's certificate (DER), in hex."""
+        """SHA-256 of the authority's certificate (DER) in hex."""
         return hashlib.sha256(self._ca.public_bytes(Encoding.DER)).hexdigest()
 
     @property
     def validity(self) -> tuple[float, float]:
-        """Issue and expiry of the endpoint's current certificate, in Unix seconds.
+        """Times of issue and expiry of the endpoint's current certificate, in Unix seconds.
 
         Raise `AuthorityError` if the certificate's file cannot be read.
         """
@@ -123,11 +126,11 @@ class HttpsCa:
         return self._names
 
     def renew(self) -> bool:
-        """Issue a new certificate if this machine's names or addresses changed since the last one.
+        """Issue a new certificate if the current one is due. Return whether one was issued.
 
-        Issue one as well after two thirds of the validity of the current certificate. Issue one also if the current one
-        is from the future, because the clock was set back. Return whether a certificate was issued. Raise `OSError` if
-        it cannot be written.
+        A certificate is due if this machine's names or addresses have changed, and after two thirds of its validity. It
+        is also due if it is from the future, because the clock was set back. Raise `OSError` if the new certificate
+        cannot be written.
         """
         names = self._list_names()
         now = self._clock()
@@ -211,8 +214,10 @@ class HttpsCa:
 
 
 def read_certificate_validity(pem: Path) -> tuple[float, float]:
-    """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
-    none, or if the file cannot be read."""
+    """Return the times of issue and expiry of the first certificate in a file, in Unix seconds.
+
+    Raise `AuthorityError` if the file has no certificate or cannot be read.
+    """
     try:
         certificate = x509.load_pem_x509_certificate(pem.read_bytes())
     except (OSError, ValueError) as error:
@@ -221,7 +226,7 @@ def read_certificate_validity(pem: Path) -> tuple[float, float]:
 
 
 def get_name_constraints(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the permitted names in the name constraints of an authority; an empty list without constraints."""
+    """Return the names that an authority's name constraints permit; an empty list if it has no constraints."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or ())
     except x509.ExtensionNotFound:
@@ -235,7 +240,7 @@ def _get_common_name(certificate: x509.Certificate) -> str:
 def is_local_name(name: str) -> bool:
     """Return whether the endpoint's certificate may contain an address or name of this machine.
 
-    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names in ASCII under `.local`.
+    It may contain addresses in `LOCAL_NETWORKS`, `localhost`, and names in ASCII under `.local`.
     """
     try:
         address = ipaddress.ip_address(name)
@@ -246,7 +251,7 @@ def is_local_name(name: str) -> bool:
 
 
 def get_own_names() -> tuple[str, ...]:
-    """Return the names of this machine on the local network: its name in Bonjour under `.local`, in lower case.
+    """Return the names of this machine on the local network: its Bonjour name under `.local`, in lower case.
 
     On a Mac, the call runs a tool and blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`.
     """
@@ -254,7 +259,7 @@ def get_own_names() -> tuple[str, ...]:
 
 
 def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Return a server's TLS context with a certificate chain and its key (PEM files).
+    """Return a TLS context for servers with a certificate chain and its key (PEM files).
 
     Raise `AuthorityError` if the files cannot be used.
     """
@@ -272,7 +277,10 @@ def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def create_server_context() -> ssl.SSLContext:
-    """Return a TLS context of the endpoint without certificate: TLS 1.2 or later, because many clients are old."""
+    """Return a TLS context for the endpoint, without a certificate.
+
+    The minimum is TLS 1.2, because many clients are old.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -287,7 +295,7 @@ def _build_general_name(name: str) -> x509.GeneralName:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a listening address. False for other names than `localhost`."""
+    """Return whether only this machine can reach a listening address. Of names, that holds only for `localhost`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""TLS configuration of the endpoint, and validity of its certificates."""
+"""TLS of the endpoint as the settings require it, and validity of the coordinator's certificates."""
 
 import time
 from collections.abc import Callable
@@ -15,14 +15,15 @@ from host.private_files import resolve_home
 log = structlog.get_logger("coordinator.tls.https_ca")
 
 EndpointTls = HttpsCa | CertificateFiles | None
-"""TLS of the endpoint: an authority of its own, the files of the settings, or None for plain HTTP."""
+"""TLS of the endpoint: an authority of its own, given certificate files, or None for plain HTTP."""
 
 
 def create_https_tls(http: HttpSettings, listen: str, state: Path) -> EndpointTls:
-    """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
+    """Return the TLS of the endpoint that listens on the host `listen`; None for plain HTTP.
 
-    Log a warning for plain HTTP beyond loopback. Raise `AuthorityError` as `check_http_settings` does, and if a file of
-    the `HttpsCa` is damaged. Raise `OSError` if a file of the `HttpsCa` cannot be written.
+    `state` is the state folder. Log a warning for plain HTTP beyond loopback. Raise the errors of
+    `check_http_settings`. Raise `AuthorityError` if a file of the `HttpsCa` is damaged, and `OSError` if one cannot be
+    written.
     """
     check_http_settings(http, listen)
     if http.tls_cert_file:
@@ -40,10 +41,10 @@ def _get_files(http: HttpSettings) -> tuple[Path, Path]:
 
 
 def check_http_settings(http: HttpSettings, listen: str) -> None:
-    """Check the settings of the endpoint that listens on the host `listen`, and their certificate files.
+    """Check the settings of the endpoint that listens on the host `listen`, and its certificate files.
 
     Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
-    files that cannot be used. Raise it also for an allowed host that the certificate cannot contain.
+    files that cannot be used. The error is also raised for an allowed host that the certificate cannot contain.
     """
     if http.tls_cert_file and http.tls == "off":
         raise AuthorityError("http.tls_cert_file is given, but http.tls is off: leave one of them out")
@@ -75,10 +76,10 @@ def _list_allowed_hosts(http: HttpSettings) -> list[str]:
 
 
 def read_https_validity(authority: ClusterCa, tls: EndpointTls) -> dict[str, tuple[float, float]]:
-    """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
+    """Return the validity of certificates: the times of issue and expiry in Unix seconds, by name.
 
-    A certificate whose file cannot be read is missing, and the log has a warning. The metrics of everything else, and
-    the alerts, do not depend on the file. Without TLS, `endpoint` is missing.
+    The names are `authority`, `coordinator` and, with TLS, `endpoint`. If the file of a certificate cannot be read, the
+    certificate is omitted and a warning logged. The other metrics and the alerts do not depend on the file.
     """
     readers: dict[str, Callable[[], tuple[float, float]]] = {
         "authority": lambda: authority.ca_validity,
