@@ -1,6 +1,6 @@
-"""Routes of `/v1/videos`, compatible with OpenAI's library: plain ASGI before the control application.
+"""Routes of `/v1/videos`, compatible with OpenAI's library. They are plain ASGI, before the control application.
 
-A job belongs to the API key that created it. Other keys get a 404, except keys of the scope `admin`.
+A job belongs to the API key that created it. Other keys get a 404, except keys with the scope `admin`.
 """
 
 import hashlib
@@ -35,11 +35,11 @@ from wire.refusals import RefusalCode
 
 VIDEOS = "/v1/videos"
 MAX_JSON_BYTES = 64 * 1024
-"""Maximum bytes of a JSON body, also if the router's `max_body_bytes` is higher. It does not apply to forms."""
+"""Maximum bytes of a JSON body, even if the router's `max_body_bytes` is higher. It does not apply to forms."""
 MAX_LISTED = 100
-"""Maximum videos in one list."""
+"""Maximum videos in one response with a list."""
 DEFAULT_LISTED = 20
-"""Videos in one list without the parameter `limit`."""
+"""Videos in one response with a list, without the parameter `limit`."""
 MAX_KEY_CHARS = 200
 """Maximum characters of an Idempotency-Key."""
 _ID = re.compile(r"video_[0-9a-f]{24}")
@@ -50,21 +50,21 @@ NOT_OFFERED: Mapping[str, str] = {
     "extensions": "a finished video cannot be made longer",
     "characters": "characters are not offered by the models of a pool",
 }
-"""Reasons why routes of OpenAI's API are not supported, by the word of the path that names the route."""
+"""Reasons why routes of OpenAI's API are not supported, by the last word of their path."""
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
-"""Kinds of files by their names in the API."""
+"""Kinds of files by their name in the API (`variant`)."""
 
 
 class AnswerCounter(Protocol):
-    """Counter of HTTP answers, for metrics."""
+    """Counter of HTTP responses, for metrics."""
 
     def count_answer(self, status: int) -> None:
-        """Count one HTTP answer by its status code."""
+        """Count one HTTP response by its status code."""
         ...
 
 
 class VideoApp:
-    """ASGI app for the video routes, which forwards all other paths to `control`."""
+    """ASGI app for the video routes, which passes requests for all other paths to `control`."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class VideoApp:
         self._control = control
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request to a video route, or forward the scope to `control`."""
+        """Answer one HTTP request to a video route, or pass the request to `control`."""
         path: str = scope["path"] if scope["type"] == "http" else ""
         if path != VIDEOS and not path.startswith(VIDEOS + "/"):
             await self._control(scope, receive, send)

@@ -1,7 +1,7 @@
-"""Files of finished video jobs: fetched from nodes, verified, kept with mode 0600, removed.
+"""Files of finished video jobs: fetched from nodes, verified, stored with mode 0600, and removed.
 
-A file is written under a temporary name. It gets its final name once its size and SHA-256 match the values from its
-node. The node keeps the file until the coordinator has acknowledged the end of the lease.
+A file is written under a temporary name. It gets its final name once its size and SHA-256 match the values that its
+node has reported. The node keeps the file until the coordinator has acknowledged the end of the lease.
 """
 
 import asyncio
@@ -32,13 +32,13 @@ SUFFIXES = {
     ".jpg": (THUMBNAIL, "image/jpeg"),
     ".png": (THUMBNAIL, "image/png"),
 }
-"""Kind and media type of a file by its suffix. All other files stay on the node."""
+"""Kind and media type of a file, by its suffix. Files with any other suffix stay on the node."""
 MAX_FILES = 4
-"""Maximum files of a job; further ones stay on the node."""
+"""Maximum files of a job. Further files stay on the node."""
 SLACK_BYTES = 16 * 2**20
-"""Bytes that a file may have beyond its uncompressed frames: headers, indexes, sound."""
+"""Bytes by which a file may exceed its uncompressed frames, for headers, indexes and sound."""
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errnos of a disk or quota without space."""
+"""Errnos of a disk or quota that has no space left."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
@@ -46,20 +46,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
-"""Function that yields the newest bytes of a node's source: node, name of the source, maximum bytes.
+"""Function that yields the newest bytes of a node's source. Arguments: node, name of the source, maximum bytes.
 
-It raises LookupError if the node is not linked or cannot answer, TimeoutError if the node stops answering.
+It raises `LookupError` if the node is not linked or cannot answer, and `TimeoutError` if the node stops answering.
 """
 
 
 class FetchInterrupted(Exception):
-    """Raised when a node does not answer now, or does not have a file now. A later fetch may succeed."""
+    """Raised if a node currently does not answer, or does not have a file. A later fetch may succeed."""
 
 
 class ArtifactFolder:
-    """Folder with the files of all finished jobs, one folder per job.
+    """Folder with the files of all finished jobs, one folder for each job.
 
-    `folder` is created with the first file. `fetch` yields the bytes of a node's file.
+    The first file creates `folder`. `fetch` yields the bytes of a node's file.
     """
 
     def __init__(self, folder: Path, fetch: FetchFromNode) -> None:
@@ -67,11 +67,11 @@ class ArtifactFolder:
         self._fetch_from_node = fetch
 
     async def fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
-        """Fetch the files of a job from its node and store them.
+        """Fetch the files of a job from its node and store them. Return their records, or the fault.
 
-        Files after the first `MAX_FILES`, files with unusable names and empty files are left out. Return the fault if
-        files are invalid or cannot be stored, or if none is a video; files already stored are then removed. Raise
-        `FetchInterrupted` if the node does not answer now, and `ValueError` for an invalid job id.
+        Files after the first `MAX_FILES`, files with unusable names and empty files are ignored. The result is a fault
+        if files are invalid or cannot be stored, or if none is a video. Files that are already stored are then removed.
+        Raise `FetchInterrupted` if the node currently does not answer, and `ValueError` for an invalid job id.
         """
         wanted = [file for file in artifacts[:MAX_FILES] if self._is_usable(file)]
         for artifact in wanted:
@@ -157,7 +157,10 @@ class ArtifactFolder:
         return None if file is None else (self.get_folder(job.id) / file.name, file)
 
     def remove_unknown(self, known: set[str]) -> None:
-        """Remove the files of jobs whose ids are not in `known`. A crash may leave such files. Ignore an `OSError`."""
+        """Remove the files of jobs whose ids are not in `known`, because a crash may leave such files.
+
+        An `OSError` is ignored.
+        """
         with suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.name not in known and _JOB.fullmatch(folder.name):
@@ -165,14 +168,16 @@ class ArtifactFolder:
 
 
 def compute_max_bytes(job: VideoJob, kind: str) -> int:
-    """Return the maximum bytes of a job's file of a kind: its frames without compression, one for a thumbnail, and
-    `SLACK_BYTES`."""
+    """Return the maximum size, in bytes, of a job's file of a kind (`VIDEO` or `THUMBNAIL`).
+
+    That is the size of its frames without compression (one frame for a thumbnail), plus `SLACK_BYTES`.
+    """
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES
 
 
 def get_kind(name: str) -> str:
-    """Return the kind of a file by its suffix; empty for a file that is not kept."""
+    """Return the kind of a file (`VIDEO` or `THUMBNAIL`) by its suffix; empty for a file that is not kept."""
     return SUFFIXES.get(Path(name).suffix, ("", ""))[0]
 
 

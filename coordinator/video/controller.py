@@ -1,4 +1,4 @@
-"""Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
+"""Controller of video jobs, which applies events to the job table and performs its actions, on the coordinator's loop.
 
 The controller owns the job table (`JobTable`). Its parts own the effects: records on disk, files, permissions of nodes,
 and counts. Nodes' frames arrive through `handle_frame` and `apply_view`, requests of clients through `submit_job`,
@@ -42,12 +42,15 @@ from wire.video import ReleaseCause
 log = structlog.get_logger("coordinator.video")
 
 LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
-"""Frames of nodes about leases."""
+"""Frames about leases that nodes send."""
 
 
 @dataclass(frozen=True, slots=True)
 class IdempotentJob:
-    """Job of an earlier request with the same idempotency key. `same`: the bodies of both requests are equal."""
+    """Job of an earlier request with the same idempotency key.
+
+    `same` is whether the bodies of both requests are equal.
+    """
 
     job: VideoJob
     same: bool
@@ -57,10 +60,11 @@ class VideoController:
     """Controller of video jobs.
 
     `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
-    returns Unix seconds, `clock` monotonic seconds on the clock of `NodeView.reported_at`; by default the clock of the
-    event loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
+    returns Unix seconds. `clock` returns monotonic seconds on the clock of `NodeView.reported_at`; by default, that of
+    the event loop.
 
-    A cancellation or deletion for which a method raises `StoreError` is in effect, and waits for the disk.
+    The constructor raises `StoreError` if the database in `folder` cannot be opened or read. If a method raises
+    `StoreError` for a cancellation or deletion, the change is in effect and waits for the disk.
     """
 
     def __init__(
@@ -89,7 +93,7 @@ class VideoController:
         self.view = ClusterView()
         """Newest view of the cluster."""
         self.table = JobTable(settings.rules, {job.id: job for job in store.jobs})
-        """Table of all jobs and of the memory that nodes hold for them."""
+        """Table of all jobs, and of the memory that nodes reserve for them."""
         self._storing: dict[str, asyncio.Future[None]] = {}
         """New jobs that are not on disk yet, with the futures of their writes."""
         self._sequence = max((job.sequence for job in store.jobs), default=0)
@@ -109,7 +113,7 @@ class VideoController:
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
-        """Measured memory profiles by package, version of the engine, and bits of the quantization."""
+        """Measured memory profiles, by package, version of the engine, and bits of the quantization."""
         return self.records.profiles
 
     # -- requests of clients --------------------------------------------------------------
@@ -128,8 +132,8 @@ class VideoController:
         """Enqueue a job of an API key (`VideoJob.key`), and return the job after it is on disk.
 
         `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty. If
-        the caller is cancelled meanwhile, the job remains. Raise `StoreError` if the job cannot be stored; the job is
-        deleted then. A failed write of a later state of the job is no error here, because a restart queues the stored
+        the caller is cancelled meanwhile, the job remains. Raise `StoreError` if the job cannot be stored; it is then
+        deleted. A failed write of a later state of the job is not an error here, because a restart queues the stored
         job again.
         """
         self.records.raise_failure()
@@ -159,16 +163,18 @@ class VideoController:
         return self.table.jobs.get(job.id, job)
 
     async def wait_until_stored(self, job: str) -> None:
-        """Wait until a job of `submit_job` is on disk. Return at once for any other job. Raise `StoreError` if the job
-        cannot be stored."""
+        """Wait until a job of `submit_job` is on disk. Return at once for any other job.
+
+        Raise `StoreError` if the job cannot be stored.
+        """
         if (stored := self._storing.get(job)) is not None:
             await asyncio.shield(stored)  # a client that disconnects must not cancel the write
 
     async def cancel_job(self, job: str) -> None:
-        """Cancel a job unless it has ended or is unknown, release its lease, and wait until the change is on disk.
+        """Cancel a job and release its lease, and wait until the change is on disk.
 
-        The end of its worker is not awaited. Raise `StoreError` if the change cannot be stored; the job is cancelled
-        nevertheless.
+        Do nothing if the job has ended or is unknown. The end of its worker is not awaited. Raise `StoreError` if the
+        change cannot be stored; the job is cancelled nevertheless.
         """
         self.apply_event(events.JobCancelled(job))
         await self.records.flush()
@@ -191,21 +197,20 @@ class VideoController:
         return sorted(self.table.jobs.values(), key=lambda job: -job.sequence)
 
     def list_holds(self) -> list[LeaseHold]:
-        """Return all lease holds (`LeaseHold`), oldest first: requested, granted, or not confirmed as released."""
+        """Return all lease holds, oldest first: requested, granted, or not confirmed as released."""
         return sorted(self.table.holds.values(), key=lambda hold: hold.since)
 
     def take_snapshot(self) -> VideoSnapshot:
-        """Return counters and current state of all jobs, for metrics."""
+        """Return counters and current state of the jobs, for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
         return take_video_snapshot(self._history.counters, self.table.jobs.values(), self._wall(), offered=offered)
 
     # -- events of nodes -------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Apply a new cluster view: send permissions to nodes, apply new reports about leases, and place the first
-        queued job.
+        """Apply a new cluster view: send permissions to nodes, apply new reports about leases, and place a job.
 
-        The job remains queued if no node can be asked for its lease now.
+        The first queued job is placed. It remains queued if no node can be asked for its lease now.
         """
         self.view = view
         for node in view.nodes:
@@ -227,7 +232,7 @@ class VideoController:
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Apply a node's answer to a lease request, or the end of a lease.
 
-        A frame that contradicts an earlier end of the same lease is counted as an illegal event, and ignored.
+        A frame that contradicts an earlier end of the same lease is counted as an illegal event and ignored.
         """
         log.info("lease", node=node, lease=frame.lease, frame=type(frame).__name__, code=getattr(frame, "code", ""))
         try:
@@ -236,12 +241,14 @@ class VideoController:
             log.exception("lease frame ignored", node=node, lease=frame.lease)
 
     def handle_node_gone(self, node: NodeId) -> None:
-        """Apply the end of a node's link: requeue a job that waits for its lease, or await the node's return for a
-        running job."""
+        """Apply the end of a node's link.
+
+        A job that waits for a lease of the node is requeued. A running job waits for the node's return.
+        """
         self.apply_event(events.NodeAway(node))
 
     def delete_node_data(self, node: NodeId) -> None:
-        """Delete the data of a node that is no longer a member, and requeue or fail its jobs."""
+        """Delete the data of a node that has left the pool, and requeue or fail its jobs."""
         self._reported_at.pop(node, None)
         self._permissions.delete(node)
         self.apply_event(events.NodeRemoved(node))
@@ -251,8 +258,8 @@ class VideoController:
     def apply_event(self, event: events.Event) -> None:
         """Apply an event to the job table, perform the resulting actions, and place waiting jobs.
 
-        Events of these actions are applied in the same call. A call during an action only queues its event. Raise
-        `IllegalEventError` if the event is illegal in the state of its job.
+        Events that these actions cause are applied in the same call. A call during an action only queues its event.
+        Raise `IllegalEventError` if the event is illegal in the state of its job.
         """
         self._events.append(event)
         self._process_events()

@@ -14,7 +14,7 @@ from wire.identity import NodeId
 class ListenerFanout:
     """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and to two controllers.
 
-    The video controller receives frames about leases, the pull controller frames about orders for model files, and the
+    The video controller gets frames about leases, the pull controller frames about orders for model files, and the
     dispatcher all other frames. `on_view` is called after each new view, for example to wake the wish runner.
     """
 
@@ -43,9 +43,9 @@ class ListenerFanout:
         self._on_view()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Notify the dispatcher and both controllers that the link of a node ended.
+        """Report the end of a node's link to the dispatcher and both controllers.
 
-        Only the dispatcher receives `reason`.
+        Only the dispatcher gets `reason`.
         """
         self._dispatcher.handle_lost_node(node, reason)
         self._controller.handle_node_gone(node)

@@ -1,7 +1,7 @@
-"""Answers with a finished video file: complete or one range (RFC 9110 §14), in chunks, as the client reads.
+"""Responses with a finished video file, complete or one range (RFC 9110 §14), in chunks as the client reads.
 
-A request for several ranges receives the complete file, which the standard allows. Otherwise one request could ask for
-the file a thousand times. A client that stops reading loses its connection and delays no other client.
+A request for several ranges gets the complete file, which the standard allows. Otherwise one request could ask for the
+file a thousand times. A client that stops reading loses its connection and delays no other client.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from router.errors import Header, Problem
 from router.http.exchange import Exchange
 
 CHUNK_BYTES = 256 * 1024
-"""Maximum bytes that are read and sent at once."""
+"""Maximum bytes of the file that are read and sent at once."""
 CHUNK_TIMEOUT_SECONDS = 60.0
-"""Maximum seconds until the client has accepted a chunk."""
+"""Maximum seconds until the client has accepted a chunk. After that, the connection ends."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Bytes `first` to `last` of a file, both included."""
+    """Range of a file, from byte `first` to byte `last`, both included."""
 
     first: int
     last: int
@@ -33,8 +33,8 @@ class ByteRange:
 def parse_range(header: str, size: int) -> ByteRange | Problem | None:
     """Parse a Range header for a file of `size` bytes.
 
-    Return one range, None for the complete file (also for an unsupported header), or a 416 problem for a range
-    outside of the file.
+    Return one range, None for the complete file, or a 416 problem for a range outside of the file. An unsupported
+    header means the complete file.
     """
     match = _RANGE.fullmatch(header)
     if match is None or not (match[1] or match[2]):
@@ -54,12 +54,11 @@ def _build_range_problem(size: int) -> Problem:
 
 
 async def send_file(exchange: Exchange, path: Path, stored: StoredFile) -> None:
-    """Send the file `path`, or the range that the request asks for.
+    """Send the file at `path`, or the range that a GET request asks for. For HEAD, send only headers.
 
-    The answer to HEAD has only headers: those of the whole file, because ranges are defined for GET alone (RFC 9110,
-    14.2). Answer 416 for a range outside of the file.
-    Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `stored`. Raise
-    `TimeoutError` if the client stops reading.
+    The headers for HEAD are those of the complete file, because only GET has ranges (RFC 9110, 14.2). A range outside
+    of the file is answered with 416. Raise `OSError` if the file cannot be opened (nothing has then been sent), or is
+    shorter than in `stored`. Raise `TimeoutError` if the client stops reading.
     """
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:

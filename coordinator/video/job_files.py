@@ -13,12 +13,11 @@ from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
 RETRY_SECONDS = 2.0
-"""Seconds until a node that did not answer a fetch is asked again, and until an unlinked node is asked for a lease
-again."""
+"""Seconds before a fetch from a node that did not answer is repeated, and a lease request to an unlinked node."""
 
 
 class JobFiles:
-    """Fetches and removals in progress. `on_result` receives the result of a fetch.
+    """Fetches and removals of files in progress. `on_result` is called with the result of each fetch.
 
     An interrupted fetch is repeated until `start_removal` cancels it.
     """
@@ -35,19 +34,19 @@ class JobFiles:
         self._removing: set[asyncio.Task[Any]] = set()
 
     def start_fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
-        """Start to fetch the files of a job, unless that is in progress."""
+        """Start to fetch the files of a job in the background, unless a fetch is in progress."""
         if job.id not in self._fetching:
             task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
             task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
 
     def start_removal(self, job: str) -> None:
-        """Start to remove the files of a job, and cancel their fetch."""
+        """Start to remove the files of a job in the background. Cancel their fetch."""
         task = self._loop.create_task(self._remove(job))
         self._removing.add(task)
         task.add_done_callback(self._removing.discard)
 
     async def close(self) -> None:
-        """Cancel all fetches and removals, and wait for their end."""
+        """Cancel all fetches and removals, and wait until they have ended."""
         tasks = [*self._fetching.values(), *self._removing]
         for task in tasks:
             task.cancel()

@@ -11,7 +11,7 @@ log = structlog.get_logger("coordinator.video")
 
 
 class JobHistory:
-    """Counters of video jobs, for metrics, and writer of log entries about them. `wall` returns Unix seconds."""
+    """Counters of video jobs for metrics, and log entries about the jobs. `wall` returns Unix seconds."""
 
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
@@ -20,17 +20,17 @@ class JobHistory:
         """Id of the last job whose request was refused; empty before the first."""
 
     def mark_refused(self, job: str) -> None:
-        """Do not count the deletion of this job (id) as the end of a job, because its request was refused.
+        """Exclude a job (id), whose request was refused, from the counts of ended jobs.
 
-        The caller deletes the job at once: only the last refused job is known.
+        The caller must delete the job next, because only the last refused job is known.
         """
         self._refused = job
 
     def record(self, before: JobTable, after: JobTable) -> None:
         """Count and log the transitions between two job tables.
 
-        An open job that is missing in `after` was deleted. Its end is counted as that of a cancelled job, unless its
-        request was refused (`mark_refused`).
+        An open job that is missing in `after` was deleted. It counts as a cancelled job, unless its request was refused
+        (`mark_refused`).
         """
         if before.jobs != after.jobs:
             self._record_transitions(before, after)

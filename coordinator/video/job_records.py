@@ -1,4 +1,7 @@
-"""Records of jobs and of measured memory on disk. While the disk takes no changes, `flush` fails; open jobs run on."""
+"""Records of jobs and of measured memory on disk.
+
+While changes cannot be written, `flush` fails, and open jobs continue.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -17,7 +20,7 @@ log = structlog.get_logger("coordinator.video")
 
 
 class JobRecords:
-    """Records in `store`, with the memory profiles measured so far."""
+    """Records in `store`, with the memory profiles that have been measured."""
 
     def __init__(self, store: VideoStore) -> None:
         self._store = store
@@ -25,24 +28,24 @@ class JobRecords:
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
-        """Measured memory by package, version of the engine, and bits of the quantization."""
+        """Measured memory profiles, by package, version of the engine, and bits of the quantization."""
         return self._profiles
 
     def put_job(self, job: VideoJob) -> None:
-        """Store a job, in the background. `flush` reports a failed write."""
+        """Store a job in the background. `flush` reports a failed write."""
         with suppress(StoreError):
             self._store.put_job(job)
 
     def delete_job(self, job: str) -> None:
-        """Delete the record of a job, in the background. `flush` reports a failed write."""
+        """Delete the record of a job (id) in the background. `flush` reports a failed write."""
         with suppress(StoreError):
             self._store.delete_job(job)
 
     def add_peak(self, job: VideoJob, peak: int, view: ClusterView) -> None:
         """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
 
-        The profile is stored in the background. Do nothing if the peak is not above 0, or if the job's node does not
-        have the usable package in `view`.
+        The profile is stored in the background. Do nothing if the peak is not above 0, or if the job's node in `view`
+        does not have a usable package of the model.
         """
         package = next(
             (
@@ -79,7 +82,7 @@ class JobRecords:
         return self._store.flush()
 
     def call_when_stored(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once all changes before this call are on disk; never if they cannot be written now."""
+        """Call `callback` once all earlier changes are on disk. If they cannot be written now, never call it."""
 
         def call(stored: asyncio.Future[None]) -> None:
             if stored.exception() is None:
@@ -89,5 +92,5 @@ class JobRecords:
             self.flush().add_done_callback(call)
 
     def close(self) -> None:
-        """Write pending changes and close the file. A failed write is only logged: call `flush` first."""
+        """Write pending changes and close the database. A failed write is only logged: call `flush` first."""
         self._store.close()

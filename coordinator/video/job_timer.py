@@ -19,9 +19,10 @@ class JobTimer:
         self._due = 0.0
 
     def schedule(self, *, busy: bool) -> None:
-        """Schedule a tick after `TICK_SECONDS`, or without `busy` after `IDLE_TICK_SECONDS`.
+        """Schedule a tick after `TICK_SECONDS` if `busy`, else after `IDLE_TICK_SECONDS`.
 
-        `busy`: a job is open, or a node holds a lease. A tick that is already scheduled for an earlier time remains.
+        `busy` means that a job is open or a node holds a lease. A tick that is already scheduled for an earlier time
+        remains.
         """
         due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:

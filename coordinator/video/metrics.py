@@ -16,13 +16,13 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """Upper bounds of the buckets of `VideoCounters.confirm_seconds`, in seconds."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
-"""Values of the metrics label for the end of a job."""
+"""Values of the metrics label for ended jobs."""
 REASONS = (
     frozenset[str](LeaseEndCode) - {LeaseEndCode.COMPLETED}
     | frozenset[str](JobFaultCode) - {JobFaultCode.CANCELLED}
     | {OTHER}
 )
-"""Reasons of failed jobs, as a label of metrics. Any other reason of a node is counted as `OTHER`."""
+"""Reasons of failed jobs, as values of a metrics label. Any other reason of a node counts as `OTHER`."""
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class VideoCounters:
     """Counters of video jobs since the start of the coordinator."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    """Ended jobs by end, one of `ENDS`. A job that was deleted while it was open counts as cancelled."""
+    """Number of ended jobs by their end, one of `ENDS`. A job that was deleted while open counts as cancelled."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
-    """Failed jobs by reason, one of `REASONS`."""
+    """Number of failed jobs by reason, one of `REASONS`."""
     clip_seconds: float = 0.0
-    """Total playing time of all finished clips, in seconds."""
+    """Total playing time of all completed clips, in seconds."""
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     """Seconds from the submission of a job to the grant of a lease, observed again after each restart of the job."""
     run_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
@@ -50,7 +50,7 @@ class VideoCounters:
             self._count_end(job)
 
     def count_deletion(self) -> None:
-        """Count the deletion of an open job."""
+        """Count the deletion of an open job, as a cancelled job."""
         self.ends[CANCELLED] += 1
 
     def count_grant(self, seconds: float) -> None:
@@ -78,13 +78,13 @@ class VideoSnapshot:
     states: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of open jobs by state."""
     oldest_wait_seconds: float = 0.0
-    """Longest wait of a queued job since its submission, in seconds; 0 without one."""
+    """Longest wait of a queued job since its submission, in seconds; 0 if no job is queued."""
     stored_bytes: int = 0
     """Size of all stored files, in bytes."""
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
-    """Completed share (0 to 1) of the running job, by its node."""
+    """Completed share (0 to 1) of the running job, by node."""
     used: bool = False
-    """Whether a node offers video models, or there is or was a job."""
+    """Whether a node offers video models, or any job exists or has ended."""
 
 
 def take_video_snapshot(
@@ -92,7 +92,7 @@ def take_video_snapshot(
 ) -> VideoSnapshot:
     """Return the metrics of `jobs` at `now` (Unix seconds), with these counters.
 
-    `offered`: a node has a video model.
+    `offered` is whether a node has a video model.
     """
     states = {str(state): 0 for state in JobState if state not in (JobState.COMPLETED, JobState.FAILED)}
     oldest, stored_bytes, used = 0.0, 0, offered or any(counters.ends.values())

@@ -1,4 +1,4 @@
-"""Streaming parser of multipart forms: keeps text fields, and stops with a 400 problem at a file.
+"""Streaming parser of multipart forms, which keeps text fields and stops with a 400 problem at a file.
 
 OpenAI's library sends every video request as such a form. A reference image would be a part with a file name. Limits
 apply while bytes arrive: number of parts, their headers, and all texts together.
@@ -23,7 +23,7 @@ MAX_TEXT_BYTES = 64 * 1024
 MAX_HEADERS = 8
 """Maximum headers of a part. A form with more is refused with 400."""
 MAX_HEADER_BYTES = 1024
-"""Maximum bytes of a header of a part. A form with a longer one is refused with 400."""
+"""Maximum bytes of a header of a part. A form with a longer header is refused with 400."""
 
 
 class _StopParsing(Exception):
@@ -124,7 +124,7 @@ class _Form:
 async def read_form(
     exchange: Exchange, boundary: bytes, max_bytes: int, timeout_seconds: float
 ) -> dict[str, str] | Problem | None:
-    """Read a form of at most `max_bytes` bytes within `timeout_seconds`, and return its fields.
+    """Read a form of at most `max_bytes` bytes within `timeout_seconds`, and return its fields by name.
 
     Return a problem if the form is invalid, too large or late. Return None if the client has disconnected.
     """
@@ -165,6 +165,6 @@ async def _feed_parser(
 
 
 def get_boundary(content_type: bytes) -> bytes | None:
-    """Return the boundary of a content type; None if it is not a multipart form with a boundary."""
+    """Return the boundary in a content type; None if it is not that of a multipart form with a boundary."""
     kind, options = parse_options_header(content_type)
     return options.get(b"boundary") if kind == b"multipart/form-data" else None

@@ -1,4 +1,4 @@
-"""Permissions for video jobs as nodes know them: sent to a node that reports another one, once over each link."""
+"""Permissions for video jobs: sent to a node that reports another permission, once over each link."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,10 @@ from wire.identity import NodeId
 
 
 class VideoPermissions:
-    """Permissions sent to nodes.
+    """Permissions that were sent to nodes.
 
-    `send` sends a frame to a node and returns False if the node is not linked. Without `enabled`, no node is permitted.
+    `send` sends a frame to a node and returns False if the node is not linked. Without `enabled`, no node has
+    permission.
     """
 
     def __init__(self, send: Callable[[NodeId, Frame], bool], *, enabled: bool) -> None:
@@ -20,9 +21,9 @@ class VideoPermissions:
         """By node: the epoch of its link, and the permission last sent over it."""
 
     def send_to(self, node: NodeView) -> None:
-        """Send a node its video permission, unless the node reports it or it was sent over the same link.
+        """Send a node its video permission if the node reports another one, once over each link.
 
-        Send nothing to an older node, which reports no permission (`VideoState.allowed` is None).
+        Nothing is sent to an older node, which reports no permission (`VideoState.allowed` is None).
         """
         allowed = node.video_allowed and self._enabled
         if node.video.allowed in (None, allowed) or self._sent.get(node.id) == (node.epoch, allowed):
@@ -31,5 +32,5 @@ class VideoPermissions:
             self._sent[node.id] = node.epoch, allowed
 
     def delete(self, node: NodeId) -> None:
-        """Delete the data of a node that is no longer a member."""
+        """Delete the data of a node that has left the pool."""
         self._sent.pop(node, None)

@@ -1,4 +1,4 @@
-"""Models, profiles and leases of videos as the API shows them; sizes in bytes."""
+"""Rows of the API for video models, memory profiles and leases. Sizes are in bytes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from wire.video import LeaseState, VideoPackage, VideoState
 
 
 def build_package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
-    """Return a row for each video model, sorted by name, with its state and predicted memory on each node."""
+    """Return a row for each video model, sorted by name, with its state and memory profile on each node."""
     rows: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
@@ -56,9 +56,9 @@ def _build_profile_fields(profile: VideoMemoryProfile) -> dict[str, Any]:
 
 
 def build_lease_row(hold: LeaseHold, table: JobTable, view: ClusterView) -> dict[str, Any]:
-    """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node.
+    """Return a lease as a row of the API, with phase, progress and footprint from the report of its node.
 
-    `since` is in Unix seconds, `progress` in percent. `orphan`: no job runs with this lease any more.
+    `since` is in Unix seconds, `progress` in percent. `orphan` is true if no job uses the lease.
     """
     node, job = view.find_node(NodeId(hold.node)), table.jobs.get(hold.job)
     state = _find_reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
@@ -88,7 +88,7 @@ def _is_running(hold: LeaseHold, job: VideoJob | None) -> bool:
 
 
 def build_video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
-    """Return a node's video state as a row. `allowed`: the node has permission for video jobs."""
+    """Return a node's video state as a row of the API. `allowed` is whether the node has permission for video jobs."""
     return {
         "ready": video.ready,
         "allowed": allowed,

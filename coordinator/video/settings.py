@@ -1,4 +1,4 @@
-"""The `video` section of the coordinator's settings."""
+"""Section `video` of the coordinator's settings."""
 
 from typing import Annotated, Literal
 
@@ -65,7 +65,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def limits(self) -> ClipLimits:
-        """Maximum frames and denoising steps of a clip, and maximum pixels of a frame."""
+        """Maximum frames, denoising steps, and pixels of a frame of a clip."""
         return ClipLimits(self.max_frames, self.max_steps, self.max_pixels)
 
     @property

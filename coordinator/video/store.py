@@ -1,9 +1,9 @@
-"""Persistent state of video jobs and measured profiles.
+"""Persistent state of video jobs and measured memory profiles.
 
-A separate database next to the cluster's, created at the first change. As in the cluster's database, all data is in
-memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
-returns after all changes so far are on disk. A job is confirmed to its client only after that. Changes that the disk
-does not take wait (`StoreWriter`).
+The database is separate from the cluster's and is created at the first change. As in the cluster's database, all data
+is in memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await
+flush()` returns after all earlier changes are on disk. A job is confirmed to its client only after that. Changes that
+the disk does not accept wait (`StoreWriter`).
 """
 
 import asyncio
@@ -26,7 +26,7 @@ MIGRATIONS = (
                            PRIMARY KEY (package, engine, bits));
     """,
 )
-"""One script per schema version, as in `coordinator.state.schema`."""
+"""One SQL script per schema version, as in `coordinator.state.schema`."""
 FILE = "videos.db"
 """Name of the database in the state folder."""
 
@@ -34,8 +34,8 @@ FILE = "videos.db"
 class VideoStore:
     """Database of video jobs and memory profiles in `folder`, created at the first change.
 
-    Raise `StoreError` if an existing database cannot be opened or read. The lock of the cluster's store in the same
-    folder excludes other processes.
+    The constructor raises `StoreError` if an existing database cannot be opened or read. The lock of the cluster's
+    store in the same folder excludes other processes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,9 +43,9 @@ class VideoStore:
         self._writer: StoreWriter | None = None
         self._open_failure: StoreError | None = None
         self.jobs: tuple[VideoJob, ...] = ()
-        """Jobs that the database had when it was opened."""
+        """Jobs that were in the database when it was opened."""
         self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = {}
-        """Memory profiles that the database had when it was opened."""
+        """Memory profiles that were in the database when it was opened."""
         if self._file.exists():
             self._open_writer()
 
@@ -67,30 +67,33 @@ class VideoStore:
             self.profiles[VideoProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=VideoMemoryProfile)
 
     def put_job(self, job: VideoJob) -> None:
-        """Add or replace a job, in the background.
+        """Add or replace a job in the background.
 
-        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
+        Raise `StoreError` while changes cannot be written; the change then waits. Raise it also if the database cannot
+        be opened, in which case the change is lost.
         """
         record = msgspec.json.encode(job).decode()
         self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
     def delete_job(self, job: str) -> None:
-        """Delete a job, in the background.
+        """Delete a job (id) in the background.
 
-        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
+        Raise `StoreError` while changes cannot be written; the change then waits. Raise it also if the database cannot
+        be opened, in which case the change is lost.
         """
         self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
 
     def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
-        """Add or replace the memory profile of a package, in the background.
+        """Add or replace the memory profile of a package in the background.
 
-        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
+        Raise `StoreError` while changes cannot be written; the change then waits. Raise it also if the database cannot
+        be opened, in which case the change is lost.
         """
         record = msgspec.json.encode(profile).decode()
         self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
     def flush(self) -> asyncio.Future[None]:
-        """Return a future that is done when all changes before this call are on the disk (`StoreWriter.flush`).
+        """Return a future that is done when all changes before this call are on disk (`StoreWriter.flush`).
 
         The future fails with `StoreError` if the changes cannot be written now. Raise `StoreError` at once if the
         database could not be opened for a change.
@@ -104,8 +107,10 @@ class VideoStore:
         return done
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if changes cannot be written. Do nothing if the database could not be opened: the next
-        change retries."""
+        """Raise `StoreError` if changes cannot currently be written.
+
+        Do nothing if the database could not be opened, because the next change tries again.
+        """
         if self._writer is not None:
             self._writer.raise_failure()
 
@@ -114,8 +119,7 @@ class VideoStore:
         return 0 if self._writer is None else self._writer.count_unwritten()
 
     def close(self) -> None:
-        """Write pending changes and close the file. A change that cannot be written is only logged: call `flush`
-        first."""
+        """Write pending changes and close the database. A failed write is only logged: call `flush` first."""
         if self._writer is not None:
             self._writer.close()
 

@@ -29,7 +29,7 @@ from wire.units import show_size
 from wire.video import LeaseRefusalCode, VideoPackage
 
 FULL_RETRY_SECONDS = 30.0
-"""Retry-After in seconds if the queue is full."""
+"""Seconds in `Retry-After` if the queue is full."""
 
 
 def admit_clip(
@@ -40,12 +40,12 @@ def admit_clip(
     settings: VideoSettings,
     limits: KeyLimits | None = None,
 ) -> RequestedClip | Problem:
-    """Check a video request of an API key with these `limits` (None: no limits). Return the clip to generate, or the
-    problem.
+    """Check a video request, and return the clip to generate, or the problem with the request.
 
-    The status is 400 for an invalid or missing parameter, 403 or 404 for a model that is not allowed or unknown. It is
-    413 for a clip that would fit on no node without other load, and 429 for a full queue. It is 503 if videos are off,
-    or if all nodes with the model are `READY` and none can make videos now.
+    `limits` are those of the API key; None: no limits. The problem has status 400 for an invalid or missing parameter,
+    403 for a model that is not allowed, and 404 for an unknown model. It has status 413 for a clip that would not fit
+    on any idle node, and 429 for a full queue. It has status 503 if videos are off, or if all nodes with the model are
+    `READY` and none can make videos now.
     """
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")

@@ -1,6 +1,6 @@
 """Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure.
 
-In the fields, `job`, `node` and `lease` are ids, unless their type is a class.
+The fields `job`, `node` and `lease` are ids, unless their type is a class.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from wire.video import Artifact, LeaseState, ReleaseCause
 
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:
-    """Event: a client submitted a job. The controller stores the job before this event."""
+    """Event: a client submitted a job. The controller stores the job before it applies this event."""
 
     job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlaced:
-    """Event: `node` was chosen for the first queued job, to be asked for a lease with the new id `lease`."""
+    """Event: the first queued job was placed on `node`, which is to be asked for a lease with the new id `lease`."""
 
     job: str
     node: str
@@ -32,7 +32,8 @@ class JobPlaced:
 class JobWaited:
     """Event: the first queued job cannot be placed, for the reason in `phase`.
 
-    `busy`: the best node only has to finish another video job. The deadline of the job then does not apply.
+    `busy` is whether the best node only has to finish another video job. In that case, the deadline of the job does not
+    apply.
     """
 
     job: str
@@ -65,14 +66,14 @@ class NodeAway:
 
 @dataclass(frozen=True, slots=True)
 class NodeRemoved:
-    """Event: a node was removed from the members."""
+    """Event: a node has left the pool."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class FilesFetched:
-    """Event: all files of a job were fetched and verified."""
+    """Event: all files of a job have been fetched and verified."""
 
     job: str
     generation: int
@@ -98,19 +99,19 @@ class JobCancelled:
 
 @dataclass(frozen=True, slots=True)
 class JobDeleted:
-    """Event: a client deleted a job with its data."""
+    """Event: a client deleted a job and its data."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRestarted:
-    """Event: the coordinator has restarted with the jobs of the previous process."""
+    """Event: the coordinator has restarted with the jobs of its previous process."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTick:
-    """Event: a timer of the controller fired; deadlines are checked."""
+    """Event: a timer of the controller has fired, and deadlines must be checked."""
 
 
 Event = (
@@ -144,7 +145,7 @@ class RequestLease:
 class ReleaseLease:
     """Action: order a node to release a lease, or acknowledge its end (`ReleaseCause.ACKNOWLEDGED`).
 
-    An acknowledgement follows the actions that store the result of the end, because it waits for them.
+    An acknowledgement comes after the actions that store the result of the lease, because it waits for them.
     """
 
     node: str

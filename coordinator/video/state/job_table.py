@@ -29,23 +29,25 @@ class JobRules:
     """Settings of the job table, from `VideoSettings.rules`. Fields named `*_seconds` are in seconds."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
-    """Whether a job whose node or worker was lost fails, or is restarted."""
+    """Whether a job fails or is restarted after its node or worker was lost."""
     attempts: int = 2
     """Maximum restarts of a job after a lost node, a lost worker, or a worker that did not start."""
     lease_seconds: float = 30.0
-    """Maximum seconds until a node answers a lease request. After that the job is queued again."""
+    """Maximum seconds until a node answers a lease request. After that, the job is queued again."""
     start_seconds: float = 90.0
-    """Maximum seconds from the grant of a lease to the start of the worker. Then the job is restarted, at most
-    `attempts` times."""
+    """Maximum seconds from the grant of a lease to the start of the worker.
+
+    After that, the job is restarted, at most `attempts` times.
+    """
     away_seconds: float = 60.0
-    """Maximum seconds for which a node with a running job may be away. Then `on_node_loss` applies."""
+    """Maximum seconds for which the node of a running job may be absent. After that, `on_node_loss` applies."""
     headroom_seconds: float = 3600.0
-    """Maximum seconds for which the first queued job waits for memory, then it fails.
+    """Maximum seconds for which the first queued job waits for memory. After that, it fails.
 
     The limit does not apply while the job waits only for running video jobs.
     """
     keep_seconds: float = 86400.0
-    """Seconds after the end of a job at which its files are too old (`retention.expire_old_files`).
+    """Seconds after the end of a job until its files are too old (`retention.expire_old_files`).
 
     Also the maximum seconds from the end of the worker until the files are fetched.
     """
@@ -54,7 +56,7 @@ class JobRules:
     keep_bytes: int = 50 * 2**30
     """Maximum size of all files together, in bytes."""
     records: int = 1000
-    """Maximum number of ended jobs without files that are kept."""
+    """Maximum number of stored jobs that have ended and have no files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +70,22 @@ class LeaseHold:
     size: int
     """Size of the lease in bytes."""
     since: float
-    """Unix time in seconds of the request; after a restart of the coordinator, of the grant."""
+    """Unix time in seconds of the request; after a restart of the coordinator, that of the grant."""
     granted: bool = False
     """Whether the node has granted the lease."""
     misses: int = 0
-    """Consecutive reports of the node without this lease. At `lease_transitions.MAX_MISSED_REPORTS` the lease counts as
-    lost."""
+    """Number of consecutive reports of the node without this lease.
+
+    At `lease_transitions.MAX_MISSED_REPORTS`, the lease counts as lost.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class JobTable:
-    """Table of all jobs by id and all holds by lease.
+    """Table of all jobs by id, and of all holds by lease.
 
     `pauses` has, by node, the monotonic time until which the node is not asked for a lease. `overdue` has, by job, the
-    monotonic time since which every tick found its files too old.
+    monotonic time since which every tick has found its files too old.
     """
 
     rules: JobRules = field(default_factory=JobRules)
@@ -97,7 +101,7 @@ class JobTable:
 
     @property
     def head(self) -> VideoJob | None:
-        """Job that may be placed now; None if the queue is empty or a node has not answered a lease request."""
+        """Job that may be placed now; None if the queue is empty or a lease request is unanswered."""
         if any(job.state == JobState.LEASING for job in self.jobs.values()):
             return None
         return next(iter(self.waiting), None)

@@ -16,9 +16,9 @@ class JobState(StrEnum):
 
     QUEUED = "queued"
     LEASING = "leasing"
-    """A node was asked for a lease."""
+    """The coordinator has asked a node for a lease."""
     IN_PROGRESS = "in_progress"
-    """A node granted a lease."""
+    """A node has granted a lease."""
     FINALIZING = "finalizing"
     """The worker has finished, and the files are being fetched."""
     COMPLETED = "completed"
@@ -58,11 +58,11 @@ class JobFaultCode(StrEnum):
     NO_HEADROOM = "no_headroom"
     """No node granted memory until the deadline of the job (`VideoJob.room_by`)."""
     NODE_LOST = "node_lost"
-    """The node was away too long or is no longer a member, and the rules allow no restart of the job."""
+    """The node was absent for too long or has left the pool, and the rules do not allow a restart of the job."""
     ARTIFACT_BROKEN = "artifact_broken"
     """A file differs from its reported size or checksum."""
     ARTIFACT_LOST = "artifact_lost"
-    """The node came back without the files of the job, or did not come back."""
+    """The node returned without the files of the job, or did not return."""
     STORAGE_FULL = "storage_full"
     """The disk of the coordinator is full."""
     STORAGE_FAILED = "storage_failed"
@@ -75,7 +75,7 @@ class JobFault(msgspec.Struct, frozen=True):
     code: str
     """`JobFaultCode`, `LeaseEndCode`, or a code of the node."""
     message: str
-    """Sentence for people."""
+    """Description of the failure for people, as one sentence."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -87,7 +87,10 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class RequestedClip(msgspec.Struct, frozen=True):
-    """Requested clip, checked and rounded. None stands for the default of the engine, or for the seed 0."""
+    """Requested clip with checked and rounded parameters.
+
+    None means the default of the engine; for `seed`, it means 0.
+    """
 
     model: str
     prompt: str
@@ -101,7 +104,7 @@ class RequestedClip(msgspec.Struct, frozen=True):
     steps: int
     """Denoising steps."""
     tokens: int
-    """Number of spatial tokens of a frame."""
+    """Number of spatial tokens of a frame (`memory_model`)."""
     negative_prompt: str = ""
     guidance: float | None = None
     """Strength with which the clip follows the prompt; None for the default of the engine."""
@@ -109,11 +112,12 @@ class RequestedClip(msgspec.Struct, frozen=True):
     """Strength with which the second expert of the model follows the prompt; None for the default of the engine."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
+    """Warnings for the client, for example about rounded sizes."""
     labels: tuple[str, ...] = ()
     """Labels that a node must have, because the API key is limited to them."""
 
     def encode_spec(self) -> bytes:
-        """Encode the clip as JSON for the worker (`wire.frames.LeaseRequest.spec`), without absent values."""
+        """Return the clip as JSON for the worker (`wire.frames.LeaseRequest.spec`), without absent values."""
         spec: dict[str, Any] = {
             "prompt": self.prompt,
             "width": self.width,
@@ -130,7 +134,7 @@ class RequestedClip(msgspec.Struct, frozen=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True):
-    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
+    """Video job, as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
 
     The deadlines `due` and `room_by` are in monotonic seconds of the process. A restart of the coordinator sets `due`
     again for running jobs and for jobs whose files are fetched, and clears `room_by`.
@@ -138,20 +142,20 @@ class VideoJob(msgspec.Struct, frozen=True):
 
     id: str
     sequence: int
-    """Number of the submission, by which the queue is ordered. A requeued job keeps the number."""
+    """Number of the submission, which orders the queue. A requeued job keeps its number."""
     key: str
-    """Id of the API key of the request, or the name of the local key."""
+    """Id of the API key that created the job, or the name of the local key."""
     created: float
     wanted: RequestedClip
     size: int
     """Size of the lease in bytes."""
     state: JobState = JobState.QUEUED
     idempotency: str = ""
-    """Idempotency key of the request; empty without one."""
+    """Idempotency key of the request; empty if it has none."""
     digest: str = ""
     """SHA-256 (hex) of the request's body; empty without one."""
     node: str = ""
-    """Id of the node; empty for a queued job, and after the node was removed from the members."""
+    """Id of the node; empty for a queued job, and after the node has left the pool."""
     lease: str = ""
     """Id of the lease; empty for a queued job."""
     generation: int = 0
@@ -160,21 +164,23 @@ class VideoJob(msgspec.Struct, frozen=True):
     Messages about an older generation do not change the job.
     """
     attempts: int = 0
-    """Restarts so far, because the node or worker was lost or the worker never started."""
+    """Number of restarts because the node or worker was lost or the worker did not start."""
     phase: str = "queued"
-    """Current activity or reason of the wait, as text for the client."""
+    """Current activity, or reason for the wait, as text for the client."""
     progress: int = 0
     """Progress in percent."""
     step: int = 0
     """Newest denoising step that the worker has reported; 0 before the first."""
     due: float | None = None
-    """Monotonic time in seconds until which the job waits; None without a limit.
+    """Monotonic time in seconds until which the job waits; None if there is no limit.
 
     The job waits for a lease, the start of the worker, the return of its node, or the fetch of its files.
     """
     away: bool = False
-    """Whether the job is running and its node has no link, or has not reported the lease since a restart of the
-    coordinator."""
+    """Whether the node of a running job is absent.
+
+    The node has no link, or has not reported the lease since a restart of the coordinator.
+    """
     started: float | None = None
     """Unix time in seconds of the grant of the current lease; None before it."""
     ended: float | None = None
@@ -186,18 +192,18 @@ class VideoJob(msgspec.Struct, frozen=True):
     fault: JobFault | None = None
     files: tuple[StoredFile, ...] = ()
     peak: int = 0
-    """Highest footprint in bytes of a worker of this job, also before a restart of the job; 0 if unknown."""
+    """Highest footprint in bytes of the job's workers, including those before a restart of the job; 0 if unknown."""
     seconds: float = 0.0
     """Lifetime of the worker, in seconds; 0 before its end."""
     made: str = ""
     """Properties of the clip as JSON; empty before the end of the worker."""
     misses: int = 0
-    """Consecutive reports of the node that did not list the lease of the files to fetch."""
+    """Number of consecutive reports of the node without the lease whose files are to be fetched."""
     room_by: float | None = None
-    """Monotonic time in seconds at which the job fails if no node grants its lease; None without such a deadline.
+    """Monotonic time in seconds at which the job fails if no node grants its lease; None if there is no such deadline.
 
-    The deadline is set when a node is first asked, or when no node can be asked. It remains after refusals. A grant, a
-    restart of the coordinator, or a wait only for other videos clears it.
+    The deadline is set when a node is first asked, or when no node can be asked. It remains after refusals. A grant and
+    a restart of the coordinator clear it, as does a wait that is only for other videos.
     """
 
     @property
@@ -207,15 +213,15 @@ class VideoJob(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """Size of all files of the job, in bytes."""
+        """Total size of the job's files in bytes."""
         return sum(file.size for file in self.files)
 
 
 def change_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
-    """Return the job in another state, with `changes` of other fields. `away` becomes False.
+    """Return the job in another state, with the other fields in `changes`. `away` becomes False.
 
-    Without a change of `due`, the job has no deadline. Raise `IllegalTransitionError` if `TRANSITIONS` does not allow
-    the transition.
+    Unless `changes` contains `due`, the job has no deadline. Raise `IllegalTransitionError` if `TRANSITIONS` does not
+    allow the transition.
     """
     if state not in TRANSITIONS[job.state]:
         raise IllegalTransitionError(f"{job.id}: {state} does not follow {job.state}")

@@ -1,8 +1,9 @@
-"""Choice of the node that is asked for memory for the first queued job, or the reason for the job's wait. Pure.
+"""Choice of the node that is asked for memory for the first queued job, or the reason why the job waits. Pure.
 
-The coordinator only chooses the node; the node alone grants. First choice is a node where the lease fits now, by
-`wire.capacity.arithmetic.judge`. Second choice is a node where it could fit after idle models are unloaded; the node
-knows these models. A node that refused is skipped for the time in its refusal, from 1 to 60 s.
+The coordinator only chooses the node, and the node alone decides about the grant. The first choice is a node where the
+lease fits now, by `wire.capacity.arithmetic.judge`. The second choice is a node where the lease could fit after idle
+models are unloaded; only the node knows these models. A node that refused is skipped for the time in its refusal, from
+1 to 60 s.
 """
 
 from collections import Counter
@@ -24,17 +25,19 @@ Profiles = Mapping[VideoProfileKey, VideoMemoryProfile]
 
 
 class NodeReadiness(IntEnum):
-    """Readiness of a node to grant the lease of a job; higher is better."""
+    """Readiness of a node to grant the lease of a job. Higher is better."""
 
     NEVER = 0
     """The lease does not fit even on the idle node, or the job needs more memory than the lease has."""
     ABSENT = 1
-    """The node takes no video jobs now: not ready, silent, cordoned, draining, without guard, not allowed or without
-    Ray."""
+    """The node takes no video jobs now.
+
+    It is not ready, silent, cordoned, draining, without guard, without permission, or without Ray.
+    """
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node is not asked until its pause ends (`JobTable.pauses`), or has not answered a lease request yet."""
+    """The node is not asked until its pause ends (`JobTable.pauses`), or until it answers a lease request."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
@@ -45,7 +48,7 @@ class NodeReadiness(IntEnum):
 class LeaseCandidate:
     """Node (id and name) as a candidate for the lease of a job.
 
-    `why` has the name of the node, and the reason against it (none if the lease fits). `headroom` is in bytes.
+    `why` has the name of the node and the reason against it, which is empty if the lease fits. `headroom` is in bytes.
     """
 
     node: str
@@ -57,7 +60,7 @@ class LeaseCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChoice:
-    """Choice of a node (id) to ask for the lease of a job."""
+    """Choice of the node (id) that is asked for the lease of a job."""
 
     job: VideoJob
     node: str
@@ -65,9 +68,10 @@ class LeaseChoice:
 
 @dataclass(frozen=True, slots=True)
 class NoLeaseChoice:
-    """Result if no node can be asked for the lease of a job now.
+    """Result if no node can currently be asked for the lease of a job.
 
-    `phase` is the reason as text for the client. `busy`: the best node could be asked if it ran no other video job.
+    `phase` is the reason as text for the client. `busy` is whether the best node could be asked if it ran no other
+    video job.
     """
 
     job: VideoJob
@@ -76,15 +80,15 @@ class NoLeaseChoice:
 
 
 def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
-    """Return the memory profile of a package: the measured one, or a prediction (`predict_profile`)."""
+    """Return the memory profile of a package: the measured one, or else a prediction (`predict_profile`)."""
     return profiles.get(get_profile_key(package)) or predict_profile(package)
 
 
 def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> list[tuple[NodeView, VideoPackage]]:
-    """Return the nodes with all of these labels and the served package of `model`, with that package.
+    """Return the nodes that have all of these labels and the served package of `model`, each with that package.
 
-    Of different packages under one name, only the first is served. Packages of ready nodes come first, then the package
-    on the most nodes, then the one with the smallest fingerprint.
+    If there are different packages under one name, only one of them is served. A package on ready nodes is preferred,
+    then the package on the most nodes, then the one with the smallest fingerprint.
     """
     offers = _list_offers(view, model, labels)
     ready = {package.fingerprint for node, package in offers if node.state == NodeState.READY}
@@ -108,7 +112,7 @@ def _list_offers(view: ClusterView, model: str, labels: Iterable[str]) -> list[t
 def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
     """Return the served packages of all usable video models, by name.
 
-    Packages with a `cause` are left out. Of different packages under one name, `find_packages` selects one.
+    Packages with a `cause` are omitted. If there are different packages under one name, `find_packages` selects one.
     """
     names = dict.fromkeys(package.name for node in view.nodes for package in node.video.packages if not package.cause)
     return {name: find_packages(view, name)[0][1] for name in names}
@@ -119,8 +123,8 @@ def choose_node(
 ) -> LeaseChoice | NoLeaseChoice | None:
     """Return the node to ask for the lease of the first queued job, or the reason why no node can be asked now.
 
-    Return None if the queue is empty, or a node has not answered a lease request yet. `now` is in monotonic seconds, on
-    the clock of `NodeView.reported_at`.
+    Return None if the queue is empty, or if a lease request is unanswered. `now` is in monotonic seconds, on the clock
+    of `NodeView.reported_at`.
     """
     job = table.head
     if job is None:
@@ -181,12 +185,12 @@ def rate_node(
 
 
 def could_fit_unloaded(node: NodeView, size: int) -> bool:
-    """Return whether a lease of `size` bytes fits on the node without other load. True for a node without a report."""
+    """Return whether a lease of `size` bytes fits on the idle node without models. True for a node without a report."""
     return not node.memory.cap or size <= compute_most_bytes(node.memory)
 
 
 def explain_denial(node: NodeView) -> str:
-    """Return why a node has no permission for videos, with the remedy; empty if it has permission."""
+    """Return why a node has no permission for video jobs, with the remedy; empty if it has permission."""
     if node.video_allowed:
         return ""
     return f"it is not allowed to make videos: `cluster node allow-video {node.name}` allows it"
@@ -225,9 +229,9 @@ def _describe_wait(job: VideoJob, best: LeaseCandidate | None, unused: list[str]
 def find_nearest_misfit(
     view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
 ) -> tuple[VideoPackage, str] | None:
-    """Return the package with the smallest deficit and the reasons if a job fits on no node, even without other load.
+    """Return the package with the smallest deficit, and the reasons of nodes, if a job would not fit on any idle node.
 
-    Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes, `tokens` the
+    Return None if the job fits on a node, or if no node has the model. `size` is the lease in bytes, `tokens` the
     number of spatial tokens of a frame (`memory_model`).
     """
     reasons: list[tuple[int, VideoPackage, str]] = []
@@ -247,6 +251,6 @@ def find_nearest_misfit(
 
 
 def is_guard_off(nodes: Iterable[NodeView]) -> bool:
-    """Return whether all of these nodes have `memory.guard` off and therefore lease no memory. False without nodes."""
+    """Return whether all of these nodes have `memory.guard` off, and therefore lease no memory. False without nodes."""
     candidates = list(nodes)
     return bool(candidates) and not any(node.memory.guard for node in candidates)

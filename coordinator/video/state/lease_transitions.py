@@ -1,4 +1,4 @@
-"""Transitions of the video job table for nodes' messages about leases, and for their silence. Pure."""
+"""Transitions of the video job table for messages of nodes about leases, and for missing messages. Pure."""
 
 from dataclasses import replace as changed
 
@@ -15,16 +15,18 @@ from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 ClipProperty = str | float | bool | list[str] | None
 """Value of a property of a clip in `LeaseEnded.made`."""
 MAX_MADE_BYTES = 4096
-"""Maximum bytes of the properties of a clip (`LeaseEnded.made`). Longer ones are not stored."""
+"""Maximum bytes of the properties of a clip (`LeaseEnded.made`). Longer properties are not stored."""
 MAX_MISSED_REPORTS = 2
-"""Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
-report may precede the request."""
+"""Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost.
+
+One report is not enough, because the first one may be older than the lease request.
+"""
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED, LeaseEndCode.NODE_STOPPING})
 """Codes of lease ends that count as a loss of the worker or its node (`Transition.handle_loss`)."""
 
 
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-    """Apply a node's frame about a lease. Ignore a frame from another node or of another generation than the hold.
+    """Apply a node's frame about a lease. Ignore a frame of another node or generation than that of the hold.
 
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
@@ -119,7 +121,10 @@ def _check_properties(made: bytes) -> str:
 
 
 def apply_report(turn: Transition, event: LeasesReported) -> None:
-    """Apply a node's report about leases: progress of listed leases, release of unknown ones, loss of missing ones."""
+    """Apply a node's report about leases.
+
+    Record the progress of listed leases, release unknown ones, and count missing ones as lost.
+    """
     reported = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.find_job(event.node, state.lease, state.generation) is None and not _is_kept(turn, event.node, state):
@@ -191,9 +196,9 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
 
 
 def apply_node_away(turn: Transition, node: str) -> None:
-    """Apply the end of a node's link: requeue a job that waits for its lease, and set a deadline for a running job.
+    """Apply the end of a node's link: requeue a job that waits for a lease, and set a deadline for a running job.
 
-    Delete the node's pause, and its lease holds without a job.
+    Also delete the node's pause, and its lease holds that belong to no job.
     """
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == JobState.LEASING:
@@ -209,9 +214,9 @@ def apply_node_away(turn: Transition, node: str) -> None:
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """Apply the removal of a node from the members: requeue or fail the open jobs of the node.
+    """Apply that a node has left the pool: requeue or fail the open jobs of the node.
 
-    Clear `VideoJob.node` in all jobs of the node, also in ended ones. Delete the node's pause and lease holds.
+    Clear `VideoJob.node` in all jobs of the node, including ended ones. Delete the node's pause and lease holds.
     """
     apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:

@@ -2,14 +2,14 @@
 
 The denoiser's weights and the runtime are constant. One part grows with the pixels of a frame: the slices that the
 decoder works on. Measured on a 14-billion-parameter pair of experts at 8 bits in low-memory mode, with one expert
-loaded: `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8
-of the decoder times 2 of a patch). The margin is 6 GiB. Frames and steps had no effect up to 121 and 50. Other
-influences are bounded by the limits below, and by the worker's watchdog, which ends a job that exceeds its lease.
+loaded: `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8 of the decoder times 2 of
+a patch). The margin is 6 GiB. Frames and steps had no effect up to 121 and 50. Other influences are bounded by the
+limits below, and by the worker's watchdog, which ends a job that exceeds its lease.
 
 Of the 17.5 GiB, 14.35 are the loaded expert. A package of another size therefore has `its expert + 3.15 GiB` as its
-base. An engine from 0.18.17 on holds an expert that is stored at 8 bits in 16 bits (logged when it loads): almost twice
-the size. Every combination of package, engine version and quantization has its own profile, which is uncalibrated until
-a job was measured. A measured peak above the prediction raises the base; nothing lowers it.
+base. An engine from 0.18.17 on keeps an expert that is stored at 8 bits in memory at 16 bits, almost twice the size.
+Every combination of package, engine version and quantization has its own profile, which is uncalibrated until a job was
+measured. A measured peak above the prediction raises the base; nothing lowers it.
 """
 
 import math
@@ -22,18 +22,18 @@ from wire.video import VideoPackage
 EXPERT_BYTES = int(14.35 * GIB)
 """Bytes of the loaded expert in the first measured package, and of an expert whose size is unknown."""
 RUNTIME_BYTES = int(3.15 * GIB)
-"""Bytes of a worker without the expert, and without the part that grows with the frame."""
+"""Bytes of a worker without the expert and without the part that grows with the frame."""
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
 """Growth of the peak with each spatial token of a frame, in bytes."""
 MARGIN_BYTES = 6 * GIB
-"""Bytes reserved in addition to a predicted peak."""
+"""Bytes that are reserved in addition to a predicted peak."""
 WIDENED_FROM = (0, 18, 17)
-"""First engine version that holds weights stored at 8 bits in 16 bits.
+"""First engine version that keeps weights stored at 8 bits in memory at 16 bits.
 
 Source: the code of the engine, and loads with this version and an earlier one.
 """
 WIDENED_BITS = 8
-"""Bits of stored weights that an engine from version `WIDENED_FROM` on holds in 16 bits."""
+"""Bits of stored weights that an engine from version `WIDENED_FROM` on keeps in memory at 16 bits."""
 WIDENED_FACTOR = 16 / 8.5
 """Growth factor of weights stored at 8 bits in an engine from version `WIDENED_FROM` on.
 
@@ -44,11 +44,11 @@ MIN_FPS, MAX_FPS = 4, 60
 MIN_SIDE, MAX_SIDE = 32, 4096
 """Bounds of width and height, in pixels."""
 DEFAULT_SIZE = (480, 272)
-"""Width and height of a clip without a size, in pixels."""
+"""Width and height, in pixels, of a clip for which the request names no size."""
 DEFAULT_SECONDS = 3
-"""Playing time of a clip without a length, in seconds."""
+"""Playing time, in seconds, of a clip for which the request names no length."""
 MAX_TRAINED_FRAMES = 81
-"""Frames of the model's training clips. A longer clip may run back and forth at its end."""
+"""Frames of the model's training clips. The end of a longer clip may run back and forth."""
 
 
 class VideoProfileKey(NamedTuple):
@@ -69,11 +69,11 @@ class VideoMemoryProfile:
     """Predicted memory of a package: the peak in bytes is `base + slope × spatial tokens of a frame`."""
 
     base: int
-    """Peak in bytes without the part that grows with the frame."""
+    """Peak without the part that grows with the frame, in bytes."""
     slope: float
     """Bytes of the peak for each spatial token of a frame."""
     margin: int = MARGIN_BYTES
-    """Bytes reserved in addition to the predicted peak."""
+    """Bytes that are reserved in addition to the predicted peak."""
     measured: int = 0
     """Number of jobs whose measured peak was compared with the prediction."""
 
@@ -87,12 +87,14 @@ class VideoMemoryProfile:
         return math.ceil(self.base + self.slope * tokens)
 
     def compute_need(self, tokens: int) -> int:
-        """Return the minimum size in bytes of a lease for frames of `tokens` spatial tokens: the predicted peak plus
-        the margin."""
+        """Return the minimum size of a lease in bytes for frames of `tokens` spatial tokens.
+
+        That is the predicted peak plus the margin.
+        """
         return self.predict_peak(tokens) + self.margin
 
     def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
-        """Return the profile after a job with a measured peak in bytes, for frames of `tokens` spatial tokens.
+        """Return the profile after a job whose measured peak was `peak` bytes, for frames of `tokens` spatial tokens.
 
         A peak above the prediction raises the base.
         """
@@ -104,18 +106,18 @@ FIRST_MEASURED_PROFILE = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_
 
 
 def parse_engine_version(engine: str) -> tuple[int, ...]:
-    """Parse the first three parts of an engine version.
+    """Return the first three parts of an engine version as numbers.
 
-    For an invalid version return `(1000000,)`, the newest, because new engines need more memory.
+    An invalid version counts as the newest, `(1000000,)`, because newer engines need more memory.
     """
     parts = engine.split(".")[:3]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
 def predict_profile(package: VideoPackage) -> VideoMemoryProfile:
-    """Return the profile of a package without measurements. An unknown expert size counts as `EXPERT_BYTES`.
+    """Return the predicted profile of a package. An unknown expert size counts as `EXPERT_BYTES`.
 
-    An expert that the engine holds in 16 bits instead of 8 counts with `WIDENED_FACTOR`.
+    If the engine keeps the expert in 16 bits instead of 8, the size counts with `WIDENED_FACTOR`.
     """
     stored = package.expert or EXPERT_BYTES
     widened = package.bits == WIDENED_BITS and parse_engine_version(package.engine) >= WIDENED_FROM
@@ -135,7 +137,7 @@ class ClipLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClipRequest:
-    """Clip parameters of a request; None for an absent parameter. `size` is width and height in pixels."""
+    """Clip parameters of a request. None means an absent parameter. `size` is width and height in pixels."""
 
     size: tuple[int, int] | None = None
     seconds: int | None = None
@@ -146,9 +148,9 @@ class ClipRequest:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Clip that will be generated, with warnings for the client. Sides are in pixels.
+    """Clip to generate, with warnings for the client. Width and height are in pixels.
 
-    `tokens` is the number of spatial tokens of a frame. `fps` are frames per second, `steps` denoising steps.
+    `tokens` is the number of spatial tokens of a frame. `fps` is in frames per second. `steps` are denoising steps.
     """
 
     width: int
@@ -174,7 +176,7 @@ class ClipRefusal:
 
 
 def round_side(pixels: int, token: int) -> int:
-    """Return a side in pixels, rounded up to complete tokens of `token` pixels as the engine does."""
+    """Return a side in pixels, rounded up to whole tokens of `token` pixels, as the engine does."""
     return -(-pixels // token) * token
 
 
@@ -194,7 +196,7 @@ def round_max_frames(max_frames: int, step: int) -> int:
 def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
     """Return the highest frame rate (frames per second) at which a clip of `seconds` has at most `max_frames` frames.
 
-    The decoder can produce one frame more than each multiple of `step`. Return None for a rate below `MIN_FPS`.
+    `step` is that of `round_frames`. Return None if the rate would be below `MIN_FPS`.
     """
     fps = round_max_frames(max_frames, step) // seconds
     return fps if fps >= MIN_FPS else None
@@ -203,9 +205,9 @@ def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
 def plan_clip(
     request: ClipRequest, limits: ClipLimits, package: VideoPackage, default_steps: int
 ) -> Clip | ClipRefusal:
-    """Return the requested clip, rounded as the engine of the package does, or the reason why it is not allowed.
+    """Return the requested clip, rounded as the package's engine does, or the reason why it is refused.
 
-    `default_steps` applies to a request without denoising steps.
+    `default_steps` applies if the request has no denoising steps.
     """
     fps = package.fps if request.fps is None else request.fps
     if not MIN_FPS <= fps <= MAX_FPS:

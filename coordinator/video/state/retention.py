@@ -10,14 +10,16 @@ from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.transition import Transition
 
 CONFIRMING_SECONDS = 3600.0
-"""Seconds for which every tick must find files too old before they expire, at most `JobRules.keep_seconds`. A clock
-that is ahead for a moment therefore deletes nothing."""
+"""Seconds for which every tick must find files too old before they expire, at most `JobRules.keep_seconds`.
+
+A clock that is ahead for a short time therefore deletes nothing.
+"""
 
 
 def expire_old_files(turn: Transition) -> None:
-    """Expire the files of jobs that were too old at every tick for `CONFIRMING_SECONDS`.
+    """Expire the files of jobs that every tick has found too old for `CONFIRMING_SECONDS`.
 
-    If `JobRules.keep_seconds` is less, that time is enough.
+    If `JobRules.keep_seconds` is less, that time is sufficient.
     """
     old = [job for job in turn.jobs.values() if job.files and (job.expires or 0.0) <= turn.now]
     turn.set_overdue([job.id for job in old])

@@ -1,6 +1,6 @@
-"""One transition of the job table: a working copy of the table, and the actions to carry out. Pure.
+"""Working copy of the job table for one transition, with the actions to perform. Pure.
 
-Methods of `Transition` are the steps that several events share: fail a job, requeue a job, release a hold.
+The methods of `Transition` are steps that several events share: fail a job, requeue a job, release a hold.
 """
 
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_st
 from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Bounds of a node's pause in seconds, during which the node is not asked for a lease. A pause begins when the node
-refuses, does not answer in time, or starts no worker. A refusal without a time counts as the maximum."""
+"""Bounds of a node's pause in seconds, during which the node is not asked for a lease.
+
+A pause starts when the node refuses, does not answer in time, or starts no worker. A refusal without a time counts as
+the maximum.
+"""
 
 
 class Transition:
-    """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
+    """Working copy of the job table for one call of `transitions.advance`, with the actions to perform.
 
     `table` is the table before the call and is not changed. `now` is in Unix seconds, for points in time that are
     stored or shown. `steady` is in monotonic seconds, for waits, because a change of the system's clock must not end a
@@ -36,11 +39,11 @@ class Transition:
         return JobTable(self.rules, self.jobs, self.holds, self.pauses, self.overdue)
 
     def set_overdue(self, jobs: Sequence[str]) -> None:
-        """Set the ids of the jobs whose files are too old. A job that was set before keeps its earlier time."""
+        """Set the ids of the jobs whose files are too old. A job that was already set keeps its earlier time."""
         self.overdue = {job: self.overdue.get(job, self.steady) for job in jobs}
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
-        """Add or replace a job in the table, and return it. With `save`, store it in the database as well."""
+        """Add or replace a job in the table, and return it. With `save`, add the action to store it."""
         self.jobs[job.id] = job
         if save:
             self.actions.append(SaveJob(job))
@@ -49,7 +52,7 @@ class Transition:
     def find_job(self, node: str, lease: str, generation: int) -> VideoJob | None:
         """Return the job whose current lease has this node, id and generation; None if there is none.
 
-        Return None as well without a hold of the lease, as for a job whose files are being fetched.
+        Return None also if the lease has no hold, for example for a job whose files are being fetched.
         """
         hold = self.holds.get(lease)
         job = None if hold is None or hold.node != node else self.jobs.get(hold.job)
@@ -58,9 +61,9 @@ class Transition:
         return job
 
     def release_hold(self, lease: str, cause: ReleaseCause) -> None:
-        """Request the release of a lease from its node. The hold remains until the node confirms.
+        """Request from its node that a lease is released. The hold remains until the node confirms.
 
-        Ignore an unknown lease.
+        An unknown lease is ignored.
         """
         hold = self.holds.get(lease)
         if hold is not None:
@@ -69,8 +72,8 @@ class Transition:
     def fail_job(self, job: VideoJob, code: str, message: str) -> None:
         """Fail an open job with this code and message. Raise `IllegalTransitionError` if the job has ended.
 
-        The generation of the job grows, so that a lease that its node still holds belongs to no job. Files that were
-        being fetched are removed.
+        The generation of the job increases, so that a lease that its node still holds belongs to no job. Files that
+        were being fetched are removed.
         """
         self.put_job(
             change_state(
@@ -86,9 +89,9 @@ class Transition:
             self.actions.append(ExpireFiles(job.id))
 
     def requeue_job(self, job: VideoJob, phase: str) -> None:
-        """Put a leasing or running job back to its position in the queue, with `phase` as the reason.
+        """Put a leasing or running job back at its position in the queue, with `phase` as the reason.
 
-        The generation of the job grows, so that later messages about the old lease are ignored. Raise
+        The generation of the job increases, so that later messages about the old lease are ignored. Raise
         `IllegalTransitionError` in any other state.
         """
         self.put_job(
@@ -106,15 +109,17 @@ class Transition:
         )
 
     def compute_headroom_deadline(self, job: VideoJob) -> float:
-        """Return the monotonic time at which a job fails if no node grants its lease.
+        """Return the monotonic time in seconds at which a job fails if no node grants its lease.
 
-        The result is the deadline of the job (`room_by`), or `headroom_seconds` from now if the job has none yet.
+        That is the deadline of the job (`room_by`), or `headroom_seconds` from now if the job has none yet.
         """
         return self.steady + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
     def has_headroom_deadline_passed(self, job: VideoJob) -> bool:
-        """Return whether the time has passed at which a job fails because no node granted its lease (`room_by`). Return
-        False for a job without this deadline."""
+        """Return whether the deadline of a job for the grant of a lease (`room_by`) has passed.
+
+        Return False for a job without this deadline.
+        """
         return job.room_by is not None and job.room_by <= self.steady
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:

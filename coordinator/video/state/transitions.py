@@ -1,7 +1,7 @@
 """State machine of the video job table: `advance(table, event, now, steady) → (table, actions)`. Pure.
 
-`coordinator.video.state.job_table` has the concepts and invariants. `coordinator.video.state.lease_transitions` handles
-messages of nodes.
+`coordinator.video.state.job_table` has the concepts and invariants. `coordinator.video.state.lease_transitions`
+processes messages of nodes.
 """
 
 from msgspec.structs import replace
@@ -39,10 +39,9 @@ from wire.video import LeaseEndCode, ReleaseCause
 def advance(table: JobTable, event: Event, now: float, steady: float) -> tuple[JobTable, Actions]:
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
 
-    `steady` is the same time in monotonic seconds.
-
-    Raise `IllegalEventError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
-    Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
+    `steady` is the same time in monotonic seconds. Raise `IllegalEventError` for a `JobPlaced` whose job is not
+    `table.head`, or whose node already has a lease hold. Raise `IllegalTransitionError` for a lease end that would
+    restart a job whose files are being fetched.
     """
     turn = Transition(table, now, steady)
     match event:
