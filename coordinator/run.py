@@ -39,10 +39,13 @@ from host.log_setup import hide_warnings
 log = structlog.get_logger("coordinator.run")
 
 GC_THRESHOLD_OBJECTS = 20_000
-"""Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
+"""Objects after whose creation Python collects the youngest generation. Its default of 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
-"""Interval, in seconds, after which Python switches threads, for example from one that parses a long body to the loop.
-Python's default is 5 ms, and such delays add up."""
+"""Interval, in seconds, after which Python switches threads.
+
+An example is a switch from a thread that parses a long body to the loop. Python's default is 5 ms, and such delays add
+up.
+"""
 
 
 async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) -> None:
@@ -75,7 +78,7 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
 
 
 def announce_ready(ready: Callable[[dict[str, Any]], None], facts: dict[str, Any]) -> None:
-    """Call `ready`. An output that cannot be written is logged: the pool serves without a reader of its output."""
+    """Call `ready` with `facts`. An `OSError` is logged, because the pool serves even if nothing reads its output."""
     try:
         ready(facts)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Kinds of panels of the dashboards, built with grafana-foundation-sdk.
 
-For every dashboard, this module sets values that Grafana needs and that the SDK omits. These values are the ids of
-panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap. In all functions, `about` is the
-description of a panel, and `width` its width in columns of 24.
+This module sets values that Grafana needs and that the SDK omits. These are the ids of panels, `refId` of targets, the
+reduction of a stat panel, and the range of a heatmap. In all functions, `about` is the description of a panel, and
+`width` its width in columns, of which a row has 24.
 """
 
 from collections.abc import Sequence
@@ -28,20 +28,22 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TALL, SMALL = 8, 4
-"""Heights of a panel, in Grafana's grid units."""
+"""Heights of panels, in Grafana's grid units."""
 HALF, THIRD, SIXTH = 12, 8, 4
-"""Widths of a panel, in columns of 24."""
+"""Widths of panels in columns, of which a row has 24."""
 QUANTILES = (0.5, 0.9, 0.99)
 BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit", "ops", "reqps", "none"
-"""Units, as Grafana names them."""
+"""Units by their names in Grafana."""
 
 
 MAX_OPEN_PANELS = 12
-"""Maximum panels in the first row of a board, which is open. All other rows are collapsed, and send no query until
-opened."""
+"""Maximum panels in the first row of a board, which is open.
+
+All other rows are collapsed, and send no queries until they are opened.
+"""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
-"""Links of a series to another dashboard, for its Mac and its model: title and address."""
+"""Links from a series to the dashboard of its Mac and of its model: title and address."""
 _NODE_CELL = "/d/macpool-memory?var-node=${__value.text}&${__url_time_range}"
 _BEFORE = "max by (node, version) (macpool_node_info offset 10m)"
 ANNOTATIONS = (
@@ -61,7 +63,10 @@ ANNOTATIONS = (
         "the coordinator runs {{version}}",
     ),
 )
-"""Annotations of every panel over time: name, colour, PromQL, and text. Each is shown while its PromQL has a series."""
+"""Annotations on every panel over time: name, colour, PromQL, and text.
+
+An annotation is shown while its PromQL has a series.
+"""
 
 
 class Kind(Enum):
@@ -80,7 +85,7 @@ class Panel:
 
     title: str
     description: str
-    """Description, which Grafana shows at the title."""
+    """Description, which Grafana shows next to the title."""
     unit: str
     """Unit of the values, as Grafana names it."""
     queries: tuple[tuple[str, str], ...]
@@ -89,7 +94,7 @@ class Panel:
     width: int = HALF
     """Width of the panel in columns, of which a row has 24."""
     bad: float | None = None
-    """Value from which a figure is red; None: never."""
+    """Value from which a figure is red; None if it is never red."""
     below: bool = False
     """Whether a figure is red below `bad` instead of from `bad` upwards."""
     columns: tuple[tuple[str, str], ...] = ()
@@ -105,62 +110,66 @@ class Board:
     title: str
     description: str
     rows: tuple[tuple[str, tuple[Panel, ...]], ...]
-    """Title and panels of each row. Only the first row is open at first."""
+    """Title and panels of each row. Initially only the first row is open."""
     variables: tuple[tuple[str, str, str], ...] = ()
-    """Name, label, and PromQL of the values of each variable."""
+    """Name, label, and PromQL of the possible values of each variable."""
 
     def list_panels(self) -> list[Panel]:
         """Return the panels of all rows, in order."""
         return [panel for _, row in self.rows for panel in row]
 
     def list_open_panels(self) -> tuple[Panel, ...]:
-        """Return the panels of the first row, which is not collapsed."""
+        """Return the panels of the first row, the only row that is not collapsed."""
         return self.rows[0][1]
 
 
 def create_line_panel(title: str, about: str, unit: str, *queries: tuple[str, str], width: int = HALF) -> Panel:
-    """Return a panel that draws the values of queries (PromQL, legend) over time."""
+    """Return a panel that draws the values of queries, each a pair of PromQL and legend, over time."""
     return Panel(title, about, unit, queries, width=width)
 
 
 def create_stat_panel(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
-    """Return a panel that shows the current value of a query, red from `bad` upwards, or with `below`, under `bad`.
+    """Return a panel that shows the current value of a PromQL query.
 
-    Without `bad` the value is never red.
+    The value is red from `bad` upwards, or, with `below`, under `bad`. If `bad` is None, it is never red.
     """
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
 def create_count_panel(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
-    """Return a panel that shows the current values of several queries (PromQL, legend), red if below `bad`.
+    """Return a panel that shows the current values of queries, each a pair of PromQL and legend.
 
-    Without `bad` the values are never red.
+    A value is red below `bad`. If `bad` is None, no value is red.
     """
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 
 def create_heatmap(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
-    """Return a panel that shows the distribution of a histogram over time. `bucket` is the selector of its buckets."""
+    """Return a panel that shows the distribution of a histogram over time.
+
+    `bucket` is the PromQL selector of the histogram's buckets.
+    """
     query = f"sum by (le) (increase({bucket}[$__rate_interval]))"
     return Panel(title, about, unit, ((query, "{{le}}"),), Kind.HEAT, width)
 
 
 def create_state_timeline(title: str, about: str, query: str, legend: str, width: int = HALF) -> Panel:
-    """Return a panel that shows the states of a query's series over time."""
+    """Return a panel that shows the states of a query's series over time. `legend` names each series."""
     return Panel(title, about, COUNT, ((query, legend),), Kind.STATES, width)
 
 
 def create_label_table(title: str, about: str, query: str, width: int = 24) -> Panel:
-    """Return a panel that lists the labels of a query's series in a table."""
+    """Return a panel that lists the labels of a query's series as a table, with one row per series."""
     return Panel(title, about, COUNT, ((query, ""),), Kind.TABLE, width)
 
 
 def create_node_table(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
-    """Return a table panel with one row per Mac. A column has a title, a unit, and PromQL with one series per Mac.
+    """Return a table panel with one row per Mac.
 
-    A column without title only adds its labels.
+    A column consists of a title, a unit, and PromQL with one series per Mac. A column with an empty title only adds its
+    labels.
     """
     queries = tuple((query, "") for _, _, query in columns)
     named = tuple((name, unit) for name, unit, _ in columns)
@@ -170,9 +179,10 @@ def create_node_table(title: str, about: str, *columns: tuple[str, str, str]) ->
 def create_quantile_panel(
     title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, window: str = "$__rate_interval"
 ) -> Panel:
-    """Return a panel that draws median, p90 and p99 of a histogram over time. `bucket` is the selector of its buckets.
+    """Return a panel that draws median, p90 and p99 of a histogram over time.
 
-    `by` is a label with separate quantiles for each value. `window` is that of the rate, longer for rare events.
+    `bucket` is the PromQL selector of the histogram's buckets. `by` is a label, and each of its values gets separate
+    quantiles. `window` is the window of the rate, longer for rare events.
     """
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
@@ -189,7 +199,7 @@ def create_quantile_panel(
 
 
 def render_board(board: Board) -> str:
-    """Return the JSON of a dashboard, as Grafana imports it."""
+    """Return the JSON of a dashboard, in the form that Grafana imports."""
     made = (
         Dashboard(board.title)
         .uid(board.uid)

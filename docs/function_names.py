@@ -1,8 +1,8 @@
-"""Check of function names in the packages: a name begins with a verb, or with the auxiliary of a predicate.
+"""Check of function names in the packages: a name starts with a verb, or with the auxiliary of a predicate.
 
-`docs.style_check` reports each deviation as `name`. The words and the exceptions are in docs/function_names.toml. Not
-checked are properties, special methods, commands of click, route handlers (methods of a class `…Routes`), and methods
-whose names a framework defines.
+`docs.style_check` reports each deviation as `name`. The words and the exceptions are in docs/function_names.toml.
+Properties, special methods, commands of click, route handlers (methods of a class `…Routes`), and methods whose names a
+framework defines are not checked.
 """
 
 import ast
@@ -14,20 +14,20 @@ import msgspec
 
 WORDS = Path(__file__).with_name("function_names.toml")
 EXEMPT_DECORATORS = ("property", "cached_property", "setter", "command", "group")
-"""Last parts of decorators whose functions need no verb."""
+"""Last words of decorators whose functions need no verb."""
 
 
 class NameRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of docs/function_names.toml."""
 
     verbs: frozenset[str]
-    """First words of a function that does something."""
+    """First words of functions that perform an action."""
     auxiliaries: frozenset[str]
-    """First words of a predicate, a constructor or an event handler."""
+    """First words of predicates, constructors and event handlers."""
     framework: frozenset[str]
-    """Whole names that asyncio and other libraries define."""
+    """Complete names that asyncio and other libraries define."""
     unchecked: tuple[str, ...]
-    """Beginnings of the paths that are not checked yet. The list only shrinks."""
+    """Prefixes of the paths that are not checked yet. The list only shrinks."""
     exceptions: frozenset[str]
     """Qualified names of functions without a verb. The list only shrinks."""
 
@@ -36,9 +36,10 @@ RULES = msgspec.convert(tomllib.loads(WORDS.read_text(encoding="utf-8")), NameRu
 
 
 def find_misnamed(file: str, source: str, rules: NameRules = RULES) -> Iterator[tuple[int, str]]:
-    """Yield line and qualified name of each function in a module that has no verb and is no exception.
+    """Yield line and qualified name of each function in a module that has no verb and is not an exception.
 
-    `file` is the path in the repository, `source` the text of the module. A file below `rules.unchecked` has none.
+    `file` is the path in the repository, `source` the text of the module. Modules below `rules.unchecked` yield
+    nothing.
     """
     if not file.startswith(rules.unchecked):
         module = file.removesuffix(".py").replace("/", ".")
@@ -48,7 +49,7 @@ def find_misnamed(file: str, source: str, rules: NameRules = RULES) -> Iterator[
 
 
 def find_needless_exceptions(sources: dict[str, str], rules: NameRules = RULES) -> list[str]:
-    """Return the exceptions that no function needs. `sources` has the text of every module by its path."""
+    """Return the exceptions that no function needs. `sources` maps the path of every module to its text."""
     needed = {
         name
         for file, source in sources.items()

@@ -1,4 +1,4 @@
-"""Generator of the pages of the manual that follow from the code: settings, api, cli, metrics, modules (`make docs`).
+"""Generator of the manual's pages that follow from the code: settings, api, cli, metrics, modules (`make docs`).
 
 The generator also writes example units, Prometheus files and the page's runbook. A test compares the committed files
 with the output of this module.
@@ -139,7 +139,7 @@ def _cell(text: str) -> str:
 
 
 def api() -> str:
-    """Return the page api.md: all routes, and the treatment of every field of a request."""
+    """Return the page api.md: all routes, and how each field of a request body is treated."""
     listed = "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
     return API + listed + PARAMETERS + "".join(_table(title, table) for title, table in TABLES.items())
 
@@ -168,7 +168,7 @@ def document() -> dict[str, Any]:
 
 
 def cli() -> str:
-    """Return the page cli.md: the help of every verb."""
+    """Return the page cli.md: the help of every command."""
     page = CLI
     for path, context in contexts():
         page += f"\n## {' '.join(path)}\n\n```\n{context.get_help().rstrip()}\n```\n"
@@ -176,9 +176,9 @@ def cli() -> str:
 
 
 def contexts() -> Iterator[tuple[tuple[str, ...], click.Context]]:
-    """Yield the words of every verb (`cluster`, `key`, `list`), with a click context that prints the verb's help.
+    """Yield the words of every command (such as `cluster`, `key`, `list`), with a click context that prints its help.
 
-    Groups come before their own verbs.
+    Groups come before their commands.
     """
     root = click.Context(
         cluster, info_name="cluster", terminal_width=100, max_content_width=100, **cluster.context_settings
@@ -213,7 +213,7 @@ def _family(family: MetricFamily[Any]) -> str:
 
 
 def prometheus() -> str:
-    """Return the Prometheus configuration of deploy/prometheus, with an example of a coordinator's address."""
+    """Return the Prometheus configuration in deploy/prometheus, with an example of a coordinator's address."""
     note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
     return note + render_configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
 
@@ -239,8 +239,10 @@ def wired_limit() -> str:
 
 
 def runbook() -> str:
-    """Return the JavaScript module with the sections of alerts.md about existing alerts. Links between pages become
-    text."""
+    """Return the JavaScript module with the sections of alerts.md about existing alerts.
+
+    Links between pages become plain text.
+    """
     entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "alerts.md").read_text(), re.MULTILINE | re.DOTALL)
     names = {rule.name for rule in RULES}
     texts = {

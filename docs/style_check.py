@@ -1,7 +1,7 @@
 """Count of the places where prose and names break the rules of docs/style.md. `make lint` runs this check.
 
-Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. In the packages
-the names of functions are checked as well (`docs.function_names`). Each room (a package, or a folder of one) has a
+The check covers docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. In the
+packages it also covers the names of functions (`docs.function_names`). Each room (a package, or a folder of one) has a
 number of findings in docs/style_counts.toml that may only fall:
 
     python -m docs.style_check                 # fail where a room has more findings than its number
@@ -35,13 +35,13 @@ UNCHECKED = (
     "docs/style.md",
     "coordinator/ui/static/vendor",
 )
-"""Files that are generated from checked ones, quote the words, or come from other projects."""
+"""Files that are generated from checked ones, quote the forbidden words, or come from other projects."""
 MAX_WORDS = 25
 """Maximum words of a sentence."""
 MAX_SHOWN = 40
 """Maximum findings of a room that are printed on failure."""
 VERBS = re.compile(r"\s*(?:give|say|take in|let|hear|tell|look|note|see)\b", re.IGNORECASE)
-"""First words of a docstring that say nothing: rule 1."""
+"""Forbidden first words of a docstring: rule 1."""
 SIZES = (
     "big|busy|close|costly|deep|early|far|fast|few|great|high|large|late|little|long|low|many|much|new|often|old|short|slow|"
     "small|soon|wide"
@@ -84,17 +84,17 @@ class Text:
     """Prose of one place in a file."""
 
     line: int
-    """Line in the file, from 1."""
+    """Line number in the file, from 1."""
     prose: str
     docstring: bool = False
     """Whether the text is the docstring of a function, whose first word is checked."""
     whole: bool = True
-    """Whether the text has complete sentences, whose length is checked."""
+    """Whether the text consists of complete sentences, whose length is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Place in a file that breaks one rule."""
+    """Place in a file at which the text breaks one rule."""
 
     file: str
     """Path in the repository."""
@@ -108,7 +108,7 @@ class Finding:
 
 
 def of_python(source: str, *, strings: bool) -> Iterator[Text]:
-    """Yield the docstrings and comments in the source of a module, and with `strings` also its texts for a person."""
+    """Yield the docstrings and comments in the source of a module, and with `strings` also its texts for people."""
     documented, constants = set[int](), list[ast.Constant]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant):
@@ -151,14 +151,17 @@ def _comments(source: str) -> Iterator[Text]:
 
 
 def reads_as_prose(text: str) -> bool:
-    """Return whether a string is a text for a person: one line, at least four words, and 85 % letters, blanks, commas,
-    full stops and apostrophes."""
+    """Return whether a string is a text for people.
+
+    Such a text is one line with at least four words, and 85 % of it are letters, blanks, commas, full stops and
+    apostrophes.
+    """
     letters = sum(one.isalpha() or one in " ,.'" for one in text)
     return len(WORD.findall(text)) >= 4 and letters >= 0.85 * len(text) and "\n" not in text.strip()
 
 
 def of_script(source: str) -> Iterator[Text]:
-    """Yield the comments and texts in the source of a JavaScript or HTML file of the page."""
+    """Yield the comments and texts for people in the source of a JavaScript or HTML file of the page."""
     for number, line in enumerate(source.splitlines(), 1):
         for found in re.finditer(r"//\s(.*)|\"([^\"]+)\"|'([^']+)'|`([^`]+)`|>([^<>{}$]+)<", line):
             text = next(part for part in found.groups() if part is not None)
@@ -182,7 +185,7 @@ def of_markdown(source: str) -> Iterator[Text]:
 
 
 def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
-    """Yield the places where texts of the file `file` break a rule."""
+    """Yield the places where texts of the file with the path `file` break a rule."""
     for text in texts:
         prose = re.sub(r"``?[^`]*``?|https?://\S+", "X", re.sub(r"\]\([^)]*\)|\*\*", " ", text.prose))
         if text.docstring and VERBS.match(prose):
@@ -221,7 +224,7 @@ def files() -> Iterator[Path]:
 
 
 def room_of(name: str) -> str:
-    """Return the room of a file by its path in the repository: its package with the first folder in it, or `top`."""
+    """Return the room of a file by its path in the repository: its first two folders; `top` for a file without one."""
     parts = name.split("/")[:-1]
     return "/".join(parts[:2]) or "top"
 
@@ -232,7 +235,7 @@ def counts(found: list[Finding]) -> Counter[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Check all files without arguments, list the findings below given paths, or write the numbers with `--write`.
+    """Check all files, list the findings below given paths, or write the numbers with `--write`.
 
     Return the exit code. Without arguments, it is 1 if a room (`room_of`) has more findings than its number in
     docs/style_counts.toml. With paths, it is 1 if there is a finding. Otherwise it is 0.
