@@ -84,8 +84,10 @@ def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _describe_subject(arguments: Mapping[str, Any], answer: Any) -> str:
-    """Return the subject of an action for the audit log: the names in its path, its body and its answer, cut to 300
-    characters."""
+    """Return the subject of an action for the audit log, cut to 300 characters.
+
+    It consists of the names in the action's path, its body and its answer.
+    """
     named = [value for value in arguments.values() if isinstance(value, str)]
     body = next((value for value in arguments.values() if isinstance(value, Body)), None)
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}

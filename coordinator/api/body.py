@@ -112,8 +112,10 @@ class StrictRoute(APIRoute):
 
 
 async def _run_while_connected(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
-    """Run the handler of a request whose body has been read. If the client disconnects, cancel the handler and raise
-    `ProblemError` (499)."""
+    """Run the handler of a request whose body has been read, and return its response.
+
+    If the client disconnects, cancel the handler and raise `ProblemError` (499).
+    """
     answer, left = asyncio.ensure_future(answering), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((answer, left), return_when=asyncio.FIRST_COMPLETED)

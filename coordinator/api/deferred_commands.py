@@ -25,8 +25,7 @@ from coordinator.state.store_errors import StoreError
 from router.errors import Problem
 
 MAX_RUNNING = 64
-"""Maximum deferred commands that have not ended. Above it, a request that prefers `respond-async` is refused with
-429."""
+"""Maximum deferred commands that have not ended. A further one is refused with 429."""
 MAX_ENDED = 50
 """Maximum ended commands that are listed; the oldest above it are deleted."""
 LISTED_SECONDS = 600.0

@@ -27,8 +27,10 @@ class DispatcherApi(Protocol):
     """Names of models and aliases, resolved to models."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Place a request, queue it, hand it to an upstream, or end it with a refusal. The caller must `close` the
-        returned request."""
+        """Place a request, queue it, pass it to an upstream, or end it with a refusal. Return the request.
+
+        The caller must `close` the returned request.
+        """
         ...
 
     def close(self, request: ActiveRequest) -> None:

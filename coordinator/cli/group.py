@@ -74,8 +74,10 @@ class CommandGroup(click.Group):
 
 
 def find_nearest_verb(word: str, verbs: Sequence[str]) -> str | None:
-    """Return the verb of `verbs` that replaces `word` (`SYNONYMS`), or else the most similar one; None if none is
-    similar."""
+    """Return the verb of `verbs` that replaces `word` (`SYNONYMS`), or else the most similar one.
+
+    Return None if none is similar.
+    """
     meant = SYNONYMS.get(word)
     if meant == "remove" and "revoke" in verbs:
         meant = "revoke"

@@ -45,8 +45,8 @@ class RunningProcesses:
     rows: tuple[dict[str, Any], ...]
     """Settings of the running processes as rows: key, value, origin, description."""
     drifts: tuple[dict[str, Any], ...]
-    """Settings whose value in the file has changed since the start, as dictionaries
-    (`host.settings_loader.SettingDrift`)."""
+    """Settings whose value in the file has changed since the start (`host.settings_loader.SettingDrift` as
+    dictionaries)."""
 
     @property
     def overrides(self) -> list[dict[str, Any]]:

@@ -99,8 +99,10 @@ class NodeAdministration:
 
 
 def _is_confirmed(seconds: float | None, before: Sharing, now: Sharing) -> bool:
-    """Return whether a node's sharing state `now` confirms an order of `pause_node` that was sent in the state
-    `before`."""
+    """Return whether a node's sharing state `now` confirms an order of `pause_node`.
+
+    `before` is the sharing state at the time of the order.
+    """
     if seconds == 0:
         return not now.by_hand
     if seconds is None:

@@ -123,8 +123,7 @@ class HostProbe:
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)
-    """MLX and its device, from `node.engine.process.device_info`; None if that process fails or does not end in time.
-    """
+    """MLX and its device, from `node.engine.process.device_info`; None if that process fails or is too slow."""
     read_version: Lazy["CoordinatorAnswer"] = field(init=False)
     """Answer of the coordinator's `/api/v1/version`, or the failure of the request."""
     read_nodes: Lazy["CoordinatorAnswer"] = field(init=False)

@@ -224,8 +224,7 @@ def check_files(here: HostProbe) -> Finding:
 
 
 def _find_secret_files(state: Path) -> Iterator[Path]:
-    """Yield the files that must be private, among the first `MAX_FILES_SEARCHED` files. Symbolic links are not
-    followed."""
+    """Yield the files that must be private, among the first `MAX_FILES_SEARCHED` files, without symbolic links."""
     looked = 0
     for folder, names, files in os.walk(state):
         names[:] = [name for name in names if name not in ("environments", "logs", "videos", "prometheus")]

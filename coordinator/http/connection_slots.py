@@ -19,8 +19,7 @@ RESERVED_FILES = 512
 MAX_HANDSHAKES = 256
 """Maximum concurrent TLS handshakes, over all addresses. Above that, the oldest handshake is aborted for a new one."""
 MAX_NEW_CONNECTIONS = 128
-"""Default for the maximum connections of an address without a valid key. The setting is
-`http.max_connections_without_key`."""
+"""Default of `http.max_connections_without_key`, the maximum connections of an address without a valid key."""
 MAX_KNOWN_ADDRESSES = 4096
 """Maximum origins (`get_origin`) with a valid key that are remembered.
 

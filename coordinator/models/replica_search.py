@@ -34,8 +34,7 @@ from wire.units import MIB
 RECENT_USE_SECONDS = 60.0
 """Seconds after its last request for which a model is not evicted for a wish."""
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
-"""Minimum growth of the headroom, in bytes, with which a load that was refused for memory is repeated before its wait
-ends."""
+"""Minimum growth of a node's headroom, in bytes, before a load that was refused for memory is repeated early."""
 HEADROOM_GROWTH_SHARE = 0.05
 """Minimum growth of the headroom as a share of the model's weights.
 

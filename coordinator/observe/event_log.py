@@ -31,8 +31,10 @@ The numbers start with the Unix milliseconds of the coordinator's start. They th
 
 
 class EventLog:
-    """Ring of the newest events, and its readers. `add_event` is thread-safe; all other calls must be on the event
-    loop."""
+    """Ring of the newest events, and its readers. Only `add_event` is thread-safe.
+
+    All other calls must be on the event loop.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -43,8 +45,10 @@ class EventLog:
         self._numbers_of_readers = itertools.count(1)
 
     def add_event(self, event: Mapping[str, Any]) -> None:
-        """Add an event of the log, whose secrets are already hidden. Ignore events of loggers outside
-        `STREAMED_LOGGERS`."""
+        """Add an event of the log, whose secrets are already hidden. Ignore loggers outside `STREAMED_LOGGERS`.
+
+        This method may be called from any thread.
+        """
         if str(event.get("logger", "")).startswith(STREAMED_LOGGERS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it

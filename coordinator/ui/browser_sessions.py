@@ -37,8 +37,7 @@ class BrowserSessions:
         self._keys: dict[str, float] = {}
 
     def create_code(self) -> str:
-        """Create and return a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest
-        code."""
+        """Create and return a code for one sign-in, valid for `CODE_SECONDS`. Above `MAX_CODES`, remove the oldest."""
         self._delete_expired()
         while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]

@@ -261,8 +261,10 @@ class VideoApp:
 
 
 def _get_job_key(key: ApiKey) -> str:
-    """Return `VideoJob.key` for jobs of an API key: its id, or the name of the local key, whose id changes at each
-    start."""
+    """Return `VideoJob.key` for jobs of an API key: its id, or, for the local key, its name.
+
+    The id of the local key changes at each start.
+    """
     return key.name if key.name == LOCAL_KEY_NAME else key.id
 
 

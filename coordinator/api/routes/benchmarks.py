@@ -25,8 +25,7 @@ class BenchmarkBody(Body):
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str, Field(min_length=1, max_length=100)]
     force: bool = False
-    """Whether to measure a node that has other requests, which lower the measured speeds. Without it, a busy node is
-    refused."""
+    """Whether to measure a busy node, whose other requests lower the measured speeds. By default, it is refused."""
 
 
 class BenchmarkRoutes:

@@ -86,8 +86,10 @@ class KeyRoutes:
         )
 
     async def list_keys(self) -> dict[str, Any]:
-        """List API keys without their secrets, with times in Unix seconds. Expired keys are listed, revoked keys are
-        not."""
+        """List API keys without their secrets, with times in Unix seconds. Revoked keys are omitted.
+
+        Expired keys are included.
+        """
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:

@@ -39,8 +39,10 @@ def status(session: ApiSession, node: str | None, model: str | None) -> None:
 
 
 def _select_nodes(rows: list[Entry], node: str | None, model: str | None) -> list[Entry]:
-    """Return the prefix caches of nodes; with `model`, only the entry of that model. Raise `CommandError` if there is
-    no such node."""
+    """Return the prefix caches of the rows of nodes; with `node`, only that node; with `model`, only that model.
+
+    Raise `CommandError` if there is no such node.
+    """
     present = [row for row in rows if row["state"] != "left" and node in (None, row["name"], row["id"])]
     if node is not None and not present:
         raise CommandError(NOT_FOUND, f"there is no node {node}: look at `cluster nodes`")

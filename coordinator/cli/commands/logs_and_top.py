@@ -38,8 +38,7 @@ WIDE_SCREEN_COLUMNS = 132
 
 
 def print_log(session: ApiSession, pieces: Iterable[bytes]) -> None:
-    """Print the pieces of a log as they arrive: unchanged with `-o json`, otherwise with JSON lines formatted for
-    people."""
+    """Print the pieces of a log as they arrive: unchanged with `-o json`, otherwise formatted for people."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
     try:
         for piece in pieces:

@@ -155,7 +155,7 @@ def _format_speeds(node: dict[str, Any]) -> str:
 
 
 def format_benchmark(benchmark: dict[str, Any]) -> str:
-    """Format a benchmark (object of `/api/v1/benchmarks`): its date, the speeds of its first run, and the longest
+    """Format a benchmark (object of `/api/v1/benchmarks`) with its date, the speeds of its first run, and longest
     prompt."""
     run = benchmark["runs"][0]
     speeds = f"{run['prefill_speed']:,.0f} / {run['decode_speed']:,.0f} tokens/s" if not run["skipped"] else "skipped"

@@ -109,8 +109,7 @@ class ConnectionHandler(Protocol):
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer or refuse the query of a command on a node's machine. `peer` is the identity in the node's
-        certificate."""
+        """Answer or refuse the query of a command on a node's machine. `peer` is the node's certified identity."""
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:

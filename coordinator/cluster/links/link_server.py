@@ -121,8 +121,7 @@ class LinkServer:
         self._relay.close()
 
     def count_unlinked(self) -> int:
-        """Return the number of open connections that are neither links nor relays. A node that has not sent Hello
-        counts."""
+        """Return the number of open connections that are not links (yet), and not relays."""
         return len(self._unlinked)
 
     def _send_pings(self) -> None:

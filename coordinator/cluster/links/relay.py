@@ -84,8 +84,7 @@ class RelayStream(asyncio.Protocol):
         self._transport.write(encode(RelayJoined()))
 
     def data_received(self, data: bytes) -> None:
-        """Copy bytes to the peer, and delay the next read as the common rate requires. Abort a connection without a
-        peer."""
+        """Copy bytes to the peer, and delay the next read as the common rate requires. Abort if there is no peer."""
         if self._peer is None:
             self._transport.abort()
             return

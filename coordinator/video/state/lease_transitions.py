@@ -111,8 +111,10 @@ def _find_fetching_job(turn: Transition, node: str, frame: LeaseEnded) -> VideoJ
 
 
 def _check_properties(made: bytes) -> str:
-    """Return the properties of a clip as text; empty unless they are a JSON object of `ClipProperty` with at most
-    `MAX_MADE_BYTES`."""
+    """Return the properties of a clip as text, if they are a JSON object of `ClipProperty`; else an empty text.
+
+    The text is also empty if the properties have more than `MAX_MADE_BYTES` bytes.
+    """
     try:
         msgspec.json.decode(made, type=dict[str, ClipProperty])
         return made.decode() if len(made) <= MAX_MADE_BYTES else ""
