@@ -1,6 +1,6 @@
 """Evaluate the alert rules inside the coordinator, and notify listeners when a condition begins or ends.
 
-The evaluation needs neither Prometheus nor Grafana. It uses the newest reports and sends nodes no requests.
+The evaluation needs neither Prometheus nor Grafana. It uses the newest reports, without requests to nodes.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class Condition:
         return dict(self.labels).get("node", "")
 
     def to_row(self) -> dict[str, object]:
-        """Return the condition as a row of the API. `node` is None if the condition has none."""
+        """Return the condition as a row of the API. `node` is None for a condition of the pool."""
         return {
             "name": self.rule.name,
             "severity": self.rule.severity.value,

@@ -129,7 +129,7 @@ class Metric(Expression):
 class Increase(Expression):
     """Increase of each series of a counter over the last `seconds`, summed over the labels in `without`.
 
-    `name` is the full name of the counter. Without `without`, nothing is summed.
+    `name` is the full name of the counter. If `without` is empty, nothing is summed.
     """
 
     name: str

@@ -155,7 +155,8 @@ def is_forbidden(address: Ip) -> bool:
 def find_destinations(text: str) -> Sequence[Ip]:
     """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it.
 
-    Raise `ValueError` if the text is not an IP address.
+    IPv4 addresses can be embedded in an IPv6 address that is mapped, or of 6to4, Teredo, NAT64 or ISATAP. Raise
+    `ValueError` if the text is not an IP address.
     """
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv4Address):

@@ -10,8 +10,8 @@ HKDF-SHA256 derives the key of the pieces from file key and nonce; ChaCha20-Poly
 is its number and, in its last byte, a flag for the last piece. A changed, missing, moved, added or truncated piece is
 detected. scrypt costs 128 MiB and about a third of a second for each guess.
 
-The reader also accepts the format of backups before this one: `b"macpool sealed 1\n"`, a salt, and the same pieces,
-encrypted with the scrypt key itself and authenticated together with magic and salt.
+The reader also accepts the earlier format of backups: `b"macpool sealed 1\n"`, a salt, and the same pieces, encrypted
+with the scrypt key itself and authenticated together with that first line and the salt.
 
 Why not a library: docs/decisions/0038-backups-in-the-age-format.md.
 """

@@ -13,7 +13,10 @@ START_SECONDS = 20.0
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
-    """Membership and liveness of one node. All times are in monotonic seconds, as `now` of `step`."""
+    """Membership and liveness of one node.
+
+    All times are in monotonic seconds, from the same clock as `now` of `step`.
+    """
 
     node: NodeId
     state: NodeState

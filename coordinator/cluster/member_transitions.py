@@ -15,8 +15,8 @@ Does not cover: all members together, self-suspicion and deletion (`membership`)
 Invariants
 - A node is alive if its link is open and its reports arrive in time, by the receiver's clock. `now` is monotonic
   seconds.
-- The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
-  not mark a node lost that is already back.
+- The caller gives each new link a higher number. Events of an older link are ignored: the late end of a replaced link
+  must not mark a node lost that is already back.
 - One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets
   first, and then handles silence.
 """

@@ -67,8 +67,8 @@ class NodeAdministration:
     async def pause_node(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
-        `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
-        the pause, as text for the node's owner.
+        `seconds` is the duration of the pause; None: until a resume; 0: resume immediately. `by` names the person who
+        orders the pause, as text for the node's owner.
 
         If the newest report already has the ordered state, its sharing state is returned at once. A pause of `seconds`
         is confirmed when the reported end differs from the former one. Return None if no report confirms the order

@@ -11,7 +11,7 @@ log = structlog.get_logger("coordinator.cluster.store_barrier")
 class StoreBarrier:
     """Callbacks that wait until changes are on disk.
 
-    `flush` returns after all changes so far are on disk, and raises `StoreError` if a write failed.
+    `flush` returns after all changes made before the call are on disk, and raises `StoreError` if a write failed.
     """
 
     def __init__(self, flush: Callable[[], Coroutine[None, None, None]]) -> None:

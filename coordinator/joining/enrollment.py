@@ -10,10 +10,10 @@ The peer is not trusted: it may send 16 KiB in total, has 5 s, and its connectio
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
-refused, unless the key of that member signed it. There are two other exceptions while that member is not linked. A
-person approved the code, shown as a replacement; or the token was created for a replacement (`JoinTokens.may_replace`).
-After `cluster node remove`, the machine enrolls as a new node, which takes the place of the removed one in wishes for
-models.
+refused, unless the key of that member signed it. There are two more exceptions while that member is not linked. One
+is a code that was shown as a replacement and that a person approved. The other is a token that was created for a
+replacement (`JoinTokens.may_replace`). After `cluster node remove`, the machine enrolls as a new node, which
+replaces the removed one in wishes for models.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
 `withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay

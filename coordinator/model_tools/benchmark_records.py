@@ -94,7 +94,7 @@ class BenchmarkRecords:
             return []
 
     def list_all(self) -> list[BenchmarkRecord]:
-        """Return all records, the newest first."""
+        """Return all records, newest first."""
         return sorted(self._records.values(), key=lambda record: record.measured, reverse=True)
 
     def find(self, node: NodeId, model: str, fingerprint: str) -> BenchmarkRecord | None:

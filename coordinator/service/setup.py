@@ -38,8 +38,10 @@ TAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ExistingUnit:
-    """Installed unit of the service (launchd or systemd), written by this program. All fields are empty if there is
-    none."""
+    """Installed unit of the service (launchd or systemd), written by this program.
+
+    All fields are empty if there is none.
+    """
 
     text: str = ""
     """Content of the unit's file."""

@@ -141,8 +141,10 @@ class ClusterCa:
         return True
 
     def get_server_context(self) -> ssl.SSLContext:
-        """Return the TLS context of the cluster port: TLS 1.3, with an optional but strictly verified client
-        certificate."""
+        """Return the TLS context of the cluster port: TLS 1.3, with an optional client certificate.
+
+        A client certificate must be valid and issued by this CA, or the handshake fails.
+        """
         return self._context
 
     @property

@@ -96,8 +96,8 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        The stream sends at most twice per second, a comment after 15 s without changes, and ends once the key is
-        revoked, rotated or expired. Raise `ProblemError` 503 if 32 pages are open.
+        Changes are sent at most twice per second. After 15 s without changes, a comment is sent. The stream ends when
+        the key is revoked, rotated or expired. Raise `ProblemError` 503 if 32 pages are open.
         """
         if self._live.full:
             raise ProblemError(

@@ -107,10 +107,10 @@ class RequestRoutes:
         return target.candidates[0], results[0], passed_over if target.alias else []
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
-        """List the newest `last` ended requests (default 50), also refused ones, oldest first, with their steps.
+        """List the newest `last` ended requests (default 50), including refused ones, oldest first, with their steps.
 
-        `at` is the arrival in Unix seconds; steps are in seconds after it. The newest 1000 ended requests and 500
-        invalid ones are stored.
+        `at` is the arrival in Unix seconds; the times of steps are in seconds after it. The newest 1000 ended requests
+        and 500 invalid ones are stored.
         """
         return {"schema": 1, "requests": self._build_rows(self._traffic.history.list_newest(last))}
 

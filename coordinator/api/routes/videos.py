@@ -30,8 +30,8 @@ class VideoRoutes:
     async def video_models(self) -> dict[str, Any]:
         """List the video models that the key may use, with their nodes and memory profiles; sizes in bytes.
 
-        The profile of a node is a prediction without measurements. `profiles` has the stored ones, `lease` is the size
-        of a lease.
+        Without measurements, the profile of a node is a prediction. `profiles` has the stored profiles, `lease` the
+        size of a lease.
         """
         controller, limits = self._controller, self._ring.get_limits(KEY.get()) or NO_LIMITS
         models = build_package_rows(filter_view(self._registry.build_view(), limits), controller.profiles)

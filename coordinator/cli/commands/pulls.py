@@ -146,7 +146,7 @@ def pulls(session: ApiSession) -> None:
 @pulls.command("list")
 @session_options
 def list_pulls(session: ApiSession) -> None:
-    """List all open and the newest 50 ended pulls, the newest first."""
+    """List all open and the newest 50 ended pulls, newest first."""
     session.print_answer(session.request_json("GET", "/api/v1/pulls"), _print_pulls)
 
 

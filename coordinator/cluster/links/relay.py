@@ -3,8 +3,8 @@
 Rules
 - Only transfers that the coordinator has ordered are relayed. The token of a connection names its transfer. One node
   serves, and only the nodes of its pull get files.
-- The node that serves keeps a few connections waiting. Each connection of another node is joined with one of them. A
-  connection for which there is none waits for at most JOIN_TIMEOUT_SECONDS.
+- The node that serves holds a few open connections in reserve. Each connection of another node is joined with one of
+  them. If there is none, the connection waits for at most JOIN_TIMEOUT_SECONDS.
 - All relays together copy at most MAX_BYTES_PER_SECOND, because they share the loop with requests. A block that
   exceeds the rate delays the next read of its connection.
 """

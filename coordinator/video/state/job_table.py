@@ -4,9 +4,9 @@ The first queued job gets a lease on one node. From then on three parties act on
 watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes disconnect and return, and
 this process may restart. Two concepts handle this:
 
-- The generation. Every lease of a job has the next number, and the job's number grows again when the job is requeued
-  or fails. A message about an older generation does not change the job. A node that still holds a lease of an older
-  generation must release it.
+- The generation. Every lease of a job has the next number, and the job's number also increases when the job is
+  requeued or fails. A message about an older generation does not change the job. A node that still holds a lease
+  of an older generation must release it.
 - The hold. Memory requested from a node counts as leased until the node ends or refuses the lease, no longer lists
   it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 

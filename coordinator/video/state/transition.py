@@ -123,7 +123,7 @@ class Transition:
         return job.room_by is not None and job.room_by <= self.steady
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
-        """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts.
+        """Requeue or fail a job whose node or worker was lost, as `on_node_loss` and the limit of attempts require.
 
         `code` and `message` are the reason. Raise `IllegalTransitionError` if a job to requeue is neither leasing nor
         running, or if a job to fail has ended.

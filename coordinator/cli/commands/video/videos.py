@@ -34,7 +34,7 @@ def video() -> None:
 @click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="Number of newest videos.")
 @session_options
 def list_videos(session: ApiSession, last: int) -> None:
-    """List the newest videos. Only an administrator's key lists those of other keys."""
+    """List the newest videos. Only an administrator's key lists videos of other keys."""
     session.print_answer({"schema": 1, **session.request_json("GET", f"/v1/videos?limit={last}")}, _print_list)
 
 
