@@ -37,7 +37,7 @@ class NodeLinks:
 
 
 def create_links() -> NodeLinks:
-    """Create the means to reach nodes, without any links or transfers yet."""
+    """Return the table of links, the fetches and the relayed transfers of a coordinator, all empty."""
     table = LinkTable()
     return NodeLinks(table, NodeFetches(table.send), RelayTransfers())
 

@@ -31,7 +31,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0
-    """Highest sequence number of all links of the node so far; 0 before the first."""
+    """Highest sequence number among all links of the node until now; 0 before the first."""
     instance: str = ""
     """Id of the agent process of the newest link; empty before the first link."""
     streak: int = 0
@@ -110,12 +110,12 @@ class MemberGoodbye:
 
 @dataclass(frozen=True, slots=True)
 class MemberCordoned:
-    """Event: a person excluded the node from new work."""
+    """Event: a person cordoned the node, so that it gets no new work."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberUncordoned:
-    """Event: a person admitted the node to new work again."""
+    """Event: a person ended the cordon of the node, so that it gets new work again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class ResumeRequests:
 
 @dataclass(frozen=True, slots=True)
 class PublishMember:
-    """Action: publish the node, because a value that people or placement see has changed."""
+    """Action: publish the node, because a value that people or placement use has changed."""
 
     node: NodeId
 

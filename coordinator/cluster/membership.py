@@ -2,7 +2,7 @@
 
 Invariants
 - A member is never deleted, even if it is lost. A node that is not a member is deleted after 10 minutes.
-- No node is deleted while the coordinator suspects itself. If half of the pool falls silent at once, the
+- No node is deleted while the coordinator suspects itself. If half of the pool falls silent at the same time, the
   coordinator's own network is the likelier cause.
 """
 

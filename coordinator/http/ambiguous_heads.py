@@ -73,7 +73,8 @@ def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
 def serialize_without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
     """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8).
 
-    Header names are in lower case. `version` is such as `1.1`. The result includes the empty line at the end.
+    Header names are in lower case. `version` is the HTTP version, such as `1.1`. The result includes the
+    empty line at the end.
     """
     remaining = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
     options = [option.strip() for name, value in headers if name == b"connection" for option in value.split(b",")]

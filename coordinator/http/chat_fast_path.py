@@ -296,7 +296,7 @@ class FastPathProtocol(DeadlineProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close the connection after its idle timeout, or set the timer again: one per request would cost more."""
+        """Close the connection after its idle timeout, or set the timer again. A timer per request would cost more."""
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
         if self._request is None and left <= 0:

@@ -36,7 +36,7 @@ MAX_PIPELINED_BYTES = 64 * 1024
 """Maximum bytes that a client may send ahead of the answer to its last request. With more, the connection ends after
 that answer."""
 SLICE_BYTES = 512
-"""Bytes that are parsed at once where a head may start. They contain at most 18 of the shortest requests."""
+"""Bytes that are parsed in one call where a head may start. They contain at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
 """Accepted versions of HTTP."""
 
@@ -72,7 +72,7 @@ class UnchunkedSend:
         self._without_length = False
 
     async def __call__(self, message: Message) -> None:
-        """Send a message. In an answer without `content-length`, set uvicorn's expected length to each part's bytes."""
+        """Send a message. In an answer without `content-length`, set uvicorn's expected length to that of the part."""
         if message["type"] == "http.response.start":
             self._without_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if self._without_length:

@@ -78,7 +78,7 @@ class ApprovalRequest:
         self.wake()
 
     def displace(self) -> None:
-        """Record that the request has lost its place in the queue, and call `wake`."""
+        """Record that the request was removed from the queue for another one, and call `wake`."""
         self.displaced = True
         self.wake()
 

@@ -1,6 +1,6 @@
-"""Join tokens: a node proves the secret of a token, without sending it, to become a member.
+"""Join tokens: a node proves that it has the secret of a token, without sending it.
 
-A peer that has proved the secret gets the reason `token_expired`, `token_used`, or `token_unknown` for a revoked token.
+A peer that has given this proof gets the reason `token_expired`, `token_used`, or `token_unknown` for a revoked token.
 Any other peer gets `token_wrong`, or `token_unknown` for an unknown id. The log has the actual reason, and only the
 token's id. Check and use are one call on the loop that owns the store, so that a token is not used more often than
 permitted.

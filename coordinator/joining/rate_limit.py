@@ -8,7 +8,7 @@ MAX_ADDRESSES = 4096
 
 
 class RateLimit:
-    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` attempts per minute.
+    """Token bucket per address: `burst` attempts in a row, refilled with `per_minute` attempts per minute.
 
     An IPv6 /64 network counts as one address (`get_network`).
     """

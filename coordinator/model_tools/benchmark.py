@@ -58,7 +58,7 @@ class RequestSender(Protocol):
 
 
 def add_benchmark_key(get_limits: Callable[[str], KeyLimits | None]) -> Callable[[str], KeyLimits | None]:
-    """Return a function like `get_limits` that also knows `BENCHMARK_KEY`, and returns `BENCHMARK_LIMITS` for it."""
+    """Return a function like `get_limits` that returns `BENCHMARK_LIMITS` for `BENCHMARK_KEY`."""
     return lambda key: BENCHMARK_LIMITS if key == BENCHMARK_KEY else get_limits(key)
 
 

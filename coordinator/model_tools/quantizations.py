@@ -156,7 +156,7 @@ class Quantizations:
         """Start a quantization of a model to `bits` bits per weight on a node, and return it.
 
         `name` is the name of the result. `actor` is the actor for the record (`AuditRow.actor`). If a quantization with
-        the same model, bits and name runs on the node and is not cancelled, return that one. Delete the oldest ended
+        the same model, bits and name runs on the node and is not cancelled, return it. Delete the oldest ended
         quantizations above `MAX_ENDED`. If the node is not linked, the returned quantization has failed. Raise
         `TooManyQuantizationsError` if `MAX_OPEN` are open.
         """
@@ -234,7 +234,7 @@ class Quantizations:
         log.info("quantization ended", quantization=record.id, stage=str(ended.stage), why=frame.message)
 
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
-        """Apply lost links and new links of nodes.
+        """Handle links that nodes have lost or opened.
 
         A quantization fails if its node links again and does not report it within `RETURN_TIMEOUT_SECONDS`.
         """

@@ -85,7 +85,7 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """State of a pull: its nodes, and the mirror between them. `pull_state.step` changes it by events."""
+    """State of a pull: its nodes, and the mirror between them. `pull_state.step` applies events to it."""
 
     nodes: Mapping[NodeId, NodePull]
     """Pull on each node, by the id of the node."""

@@ -1,6 +1,6 @@
 """The service as a systemd unit, and parsing of systemctl's output. No I/O.
 
-The hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other
+The hardening denies everything that no part needs: new privileges, capabilities, kernel settings and modules, other
 address families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory
 stays open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the
 native architecture stay open.

@@ -16,7 +16,7 @@ from router.errors import Header, Problem
 from router.http.exchange import Exchange
 
 CHUNK_BYTES = 256 * 1024
-"""Maximum bytes of the file that are read and sent at once."""
+"""Maximum bytes of the file that are read and sent in one piece."""
 CHUNK_TIMEOUT_SECONDS = 60.0
 """Maximum seconds until the client has accepted a chunk. After that, the connection ends."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")

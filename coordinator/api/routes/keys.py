@@ -104,7 +104,7 @@ class KeyRoutes:
         return answer
 
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
-        """Replace all limits of a key at once: models, labels, rates, running and queued requests, priority, upstreams.
+        """Replace all limits of a key: models, labels, rates, running and queued requests, priority, upstreams.
 
         A limit that the body omits is removed. Return the id of the key. Raise `ProblemError`: 400 for invalid limits,
         404 for an unknown key. Raise `StoreError` (503) if the change cannot be stored.

@@ -47,11 +47,11 @@ class PullBody(Body):
     revision: Annotated[str, Field(max_length=200)] = ""
     """Branch, tag or commit; empty for `main`."""
     nodes: Annotated[list[NodeText], Field(max_length=1000, default_factory=list)]
-    """Nodes by name or id; empty if the coordinator selects the nodes with room (see `all`)."""
+    """Nodes by name or id; empty if the coordinator selects the nodes with enough space (see `all`)."""
     all: bool = False
-    """Whether every member with room gets the model, including absent members. By default, only linked members do.
+    """Whether every member with enough space gets the model, including absent members.
 
-    True is refused together with `nodes`.
+    By default, only linked members get it. True is refused together with `nodes`.
     """
     dry_run: bool = False
     """Whether to return the plan without starting a pull."""

@@ -55,9 +55,9 @@ class QuantizationRoutes:
     async def quantize(self, body: QuantizationBody) -> dict[str, Any]:
         """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node.
 
-        Return the started quantization without waiting for its end. If the same one is running there, return that one.
-        Raise `ProblemError`: 400 for an invalid name or number of bits, 404 for an unknown node or model. Also: 409 for
-        a node that is absent or too old, 429 if 16 quantizations are open.
+        Return the started quantization without waiting for its end. If the same quantization is running there, return
+        it. Raise `ProblemError`: 400 for an invalid name or number of bits, 404 for an unknown node or model. Also: 409
+        for a node that is absent or too old, 429 if 16 quantizations are open.
         """
         name = body.name or f"{body.model}-{body.bits}bit"
         for text, field in ((body.model, "model"), (name, "name")):

@@ -39,9 +39,9 @@ TOY_NOTE = (
 @click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of the answer.")
 @session_options
 def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
-    """Show where a request would go now, with every node's numbers or refusal. Nothing is sent or reserved.
+    """Show the node to which a request would be sent now, with the numbers or the refusal of each node.
 
-    Exit code 6 if the request would be refused.
+    The request is not sent, and no memory is reserved. Exit code 6 if the request would be refused.
     """
     body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     answer = session.request_json("POST", "/api/v1/place", body)

@@ -85,7 +85,7 @@ class LinkTable:
             link.abort(reason)
 
     def close(self, reason: str) -> None:
-        """Close every link."""
+        """Close every link, including replaced ones. `reason` is the reason for the log."""
         for link in self._list_links():
             link.close(reason)
 

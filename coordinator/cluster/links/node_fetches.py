@@ -76,8 +76,9 @@ class NodeFetches:
     ) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, then appended bytes, without end.
 
-        The node is polled every `interval_seconds`, for at most `FETCH_WINDOW_BYTES`. Raise `LookupError` if the node
-        is not linked or cannot answer. Raise `TimeoutError` if the node sends nothing for `FETCH_TIMEOUT_SECONDS`.
+        The node is polled every `interval_seconds`. Each poll requests at most `FETCH_WINDOW_BYTES`. Raise
+        `LookupError` if the node is not linked or cannot answer. Raise `TimeoutError` if the node sends
+        nothing for `FETCH_TIMEOUT_SECONDS`.
         """
         offset = -max_bytes
         while True:

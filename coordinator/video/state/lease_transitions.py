@@ -216,7 +216,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """Apply that a node has left the pool: requeue or fail the open jobs of the node.
+    """Handle the departure of a node from the pool: requeue or fail the open jobs of the node.
 
     Clear `VideoJob.node` in all jobs of the node, including ended ones. Delete the node's pause and lease holds.
     """

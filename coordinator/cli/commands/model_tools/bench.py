@@ -28,8 +28,8 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
     """Measure the speeds of a model on its nodes.
 
     Measure on each linked node that can load the model. Send prompts of 512 and 2,048 tokens with answers of 128
-    tokens: first one request, then four at once. The requests have low priority. Earlier results of the same model
-    version, node and software are replaced.
+    tokens: first one request, then four at the same time. The requests have low priority. Earlier results of the same
+    model version, node and software are replaced.
 
     With --show, print the stored speeds of MODEL, or of all models; --node limits the output to nodes. Exit code: 6 if
     a node was not measured.
