@@ -83,7 +83,10 @@ def to_txt(advert: BonjourRecord) -> dict[str, str]:
 
 
 def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
-    """Parse an untrusted TXT record. Return None for a record of another program or with invalid values."""
+    """Parse the TXT fields of an untrusted record. Return None for a record of another program or with invalid values.
+
+    A value is cut to 64 bytes, and `version` is sanitized (`sanitize_text`).
+    """
     keys = (b"role", b"cid", b"fp", b"pv", b"v")
     values = ((txt.get(key) or b"")[:64].decode("ascii", "replace") for key in keys)
     role, cluster, fingerprint, protocol, version = values
@@ -95,9 +98,9 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
 
 
 def get_shown_name(instance: str) -> str:
-    """Return the printable name of a Bonjour instance, without its service type.
+    """Return the printable name of a Bonjour instance, without its service type; `unnamed` if that name is empty.
 
-    The name has at most `MAX_NAME_BYTES` characters. The name is `unnamed` if nothing is left.
+    The name has at most `MAX_NAME_BYTES` characters.
     """
     return sanitize_text(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 

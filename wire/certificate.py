@@ -15,7 +15,7 @@ BACKDATED_SECONDS = 24 * 3600.0
 LEAF_VALIDITY_SECONDS = 90 * 24 * 3600.0
 """Validity of the coordinator's certificates, in seconds; for nodes the default of `cluster.certificate_days`."""
 OUTSIDE_VALIDITY = (9, 10)
-"""Codes of OpenSSL for a certificate that is not yet valid, and for one that has expired."""
+"""OpenSSL's verification errors for a certificate that is not yet valid, and for an expired certificate."""
 RENEW_AT_SHARE = 2 / 3
 """Share of the validity of a certificate, 0 to 1, after which the certificate is renewed."""
 
@@ -64,10 +64,11 @@ def _read_uri(certificate: x509.Certificate) -> str:
 
 
 def explain_wrong_clock(error: Exception, now: float) -> str:
-    """Return the next step if a certificate is outside its validity at `now` (Unix seconds); else an empty text.
+    """Return a hint to correct the clock if `error` reports a certificate outside its validity; empty for other errors.
 
     The certificates of a cluster are renewed long before they expire. A wrong clock, here or on the machine that
-    presented the certificate, is therefore the probable cause. `error` is any error of a connection.
+    presented the certificate, is therefore the probable cause. `error` is any error of a connection. `now` is the time
+    of this machine in Unix seconds, which the hint quotes.
     """
     if getattr(error, "verify_code", 0) not in OUTSIDE_VALIDITY:
         return ""

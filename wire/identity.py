@@ -14,7 +14,7 @@ OLDEST_PROTOCOL = 1
 """Oldest protocol version of a node that the coordinator accepts."""
 
 SERVICE_TYPE = "_macpool._tcp.local."
-"""Bonjour's type of Macpool's service."""
+"""Bonjour service type of Macpool."""
 
 NodeId = NewType("NodeId", str)
 """Id of a node."""

@@ -294,7 +294,7 @@ class ModelCache(WireStruct, frozen=True, gc=False):
     """Cached prefixes of a model, in memory and on the disk. Hits count since the engine process started."""
 
     model: Word = ""
-    """Name of the model, or the fingerprint of a model that the node has no longer."""
+    """Name of the model, or the fingerprint of a deleted model whose files remain in the cache."""
     nbytes: Size = 0
     """Bytes of the model's cached prefixes in memory."""
     entries: Natural = 0

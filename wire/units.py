@@ -1,4 +1,4 @@
-"""Sizes: `int` bytes in code, texts such as "96GiB" for people. Counts with their nouns."""
+"""Parse and format sizes ("96GiB" for people, `int` bytes in code), and format counts with their nouns."""
 
 import re
 from decimal import Decimal

@@ -32,7 +32,7 @@ class LeaseEndCode(StrEnum):
     START_FAILED = "start_failed"
     """No worker started for the lease."""
     OUTPUT_INVALID = "output_invalid"
-    """The worker made no clip, or one that is not valid."""
+    """The worker made no clip, or an invalid clip."""
     GENERATION_FAILED = "generation_failed"
     """The worker reported an error after the first transformer block, an invalid value, or an error of the GPU."""
     MODEL_INVALID = "model_invalid"

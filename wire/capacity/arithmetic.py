@@ -17,8 +17,8 @@ property tests check that. Readings are in `node/memory`, the origin of a cap is
 Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. `compute_level` and `build_shed_refusal` use `current` in place
 of `occupied`.
 
-The default margin comes from a mixture of experts under a cap of 107.52 GiB, whose forwards exceeded the readings by up
-to 10.6 GiB. A margin of 12 GiB covers that: 12 / 107.52 = 11.2 %.
+The default margin comes from a measured mixture-of-experts model under a cap of 107.52 GiB. Its forwards exceeded the
+readings by up to 10.6 GiB. A margin of 12 GiB covers that excess: 12 / 107.52 = 11.2 %.
 """
 
 import math
@@ -100,10 +100,9 @@ def compute_current(active: int, phys: int | None, recent: int) -> int | None:
 
 
 def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
-    """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
+    """Return ceiling − margin − `now` − reserved in bytes, negative above the limit; None if `now` is None.
 
-    `now` is the memory in use in bytes (`compute_current`, or `compute_occupied` for a report); None if it is unknown.
-    Return None then.
+    `now` is the memory in use in bytes: `compute_current`, or `compute_occupied` for a report. None: it is unknown.
     """
     return None if now is None else ceiling - margin - now - reserved
 
@@ -120,8 +119,8 @@ def compute_occupied(memory: Memory) -> int | None:
 def compute_level(memory: Memory) -> MemoryLevel:
     """Return the memory level: OK for a headroom of at least 0, OVER_HARD for a positive excess, else OVER_SOFT.
 
-    The level is UNKNOWN if the footprint could not be read. It is UNKNOWN instead of OVER_SOFT if the ceiling could not
-    be read, because no memory is freed for an unknown number.
+    The level is UNKNOWN if the footprint could not be read. OVER_SOFT becomes UNKNOWN if the ceiling could not be read,
+    because the engine must not free memory for an unknown excess.
     """
     free_bytes = compute_headroom(
         memory.ceiling, memory.margin, compute_current(memory.active, memory.phys, memory.recent), memory.reserved
@@ -235,7 +234,8 @@ def estimate_prefill_transient(
 ) -> int:
     """Return the transient bytes of a prefill of `tokens` after `past` tokens, without the KV that it writes.
 
-    `last`: the forward computes the logits of all its tokens. `grows`: the caches are full and are copied to grow.
+    `last`: whether the forward computes the logits of all its tokens. `grows`: whether the caches are full and are
+    copied to grow.
     """
     attended = tokens + (min(past, transient.window) if transient.window else past)
     attention = transient.token * tokens + transient.pair * tokens * attended + grows * transient.seen * attended
@@ -246,8 +246,8 @@ def estimate_prefill_transient(
 def estimate_step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
     """Return the transient bytes of a decode step of a padded batch, whose longest row has `longest` tokens.
 
-    `grows`: the caches are full and are copied to grow. Copies of two layers are counted, because up to 1.6 layers were
-    measured at once. In most steps no cache grows. Without rows, return 0.
+    `grows`: whether the caches are full and are copied to grow. In most steps no cache grows. Copies of two layers are
+    counted, because up to 1.6 layers were measured at once. Without rows, return 0.
     """
     if not rows:
         return 0
@@ -267,9 +267,9 @@ def compute_last_chunk_tokens(transient: TransientModel) -> int:
 def estimate_request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
     """Return the highest transient bytes of a forward of this model while the request runs, with `choices` answers.
 
-    Counted are the smallest prefill chunk at the start and at the end of the prompt, and a decode step of each batch. A
-    batch wider than the measured ones adds `Model.uncovered`. The minimum is `Model.transient`. Forwards run one at a
-    time, and transients of several requests therefore do not add up.
+    The maximum is over the smallest prefill chunk at the start and at the end of the prompt, and a decode step of each
+    batch. A batch wider than the measured ones adds `Model.uncovered`. The minimum is `Model.transient`. Transients of
+    several requests do not add up, because forwards run one at a time.
     """
     length = prompt_tokens + output_tokens
     return _estimate_highest_transient(
@@ -324,11 +324,11 @@ def estimate_request_need(model: Model, prompt_tokens: int, output_tokens: int, 
 def estimate_tokenize_bytes(
     text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0
 ) -> int:
-    """Return the transient bytes to tokenize `text` bytes; 0 if these are at most UNCHECKED_TOKENIZE_BYTES.
+    """Return the transient bytes to tokenize a text of `text` bytes; 0 for at most UNCHECKED_TOKENIZE_BYTES.
 
-    `files` is the size of the tokenizer's files in bytes. `loads`: the tokenizer is loaded first. `guides`: its tables
-    for grammars are built first. Every byte of the text may be one token. `context` is the context length in tokens,
-    soon after which tokenization stops; 0: the whole text is tokenized.
+    `files` is the size of the tokenizer's files in bytes. `loads`: whether the tokenizer is loaded first. `guides`:
+    whether its tables for grammars are built first. Every byte of the text may be one token. `context` is the context
+    length in tokens, soon after which tokenization stops; 0: the whole text is tokenized.
     """
     if not (loads or guides) and text <= MAX_UNCHECKED_TEXT_BYTES:
         return 0  # a shortcut for most prompts

@@ -39,8 +39,8 @@ class _BatchCosts(Struct, frozen=True, gc=False):
 class ModelNeeds:
     """Memory needs in bytes of requests for one model, without the weights of the model.
 
-    `router.placement.sanitize_report` leaves out a model with a negative value in `forward`. One more row in a batch
-    therefore never lowers the memory of a decode step.
+    The coefficients in `Model.forward` must not be negative, so that a further row never lowers the memory of a decode
+    step. `router.placement.sanitize_report` removes models with negative coefficients.
     """
 
     __slots__ = ("_batches", "_forward", "_highest", "_is_measured", "_kv", "_model")

@@ -251,7 +251,7 @@ class ClearCache(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     model: Word
-    """Name of the model, or the fingerprint of a model that the node has no longer; empty: all models."""
+    """Name of the model, or the fingerprint of a deleted model whose cache remains; empty: all models."""
 
 
 class ProfileModel(Frame, frozen=True, array_like=True, gc=False):

@@ -36,9 +36,9 @@ MAX_RETRANSMIT_MS = 1000
 By default the kernel doubles the interval, and an interruption of 2 s becomes a silence of more than 3 s.
 """
 MAX_UNSENT_BYTES = 32 * 1024 * 1024
-"""Maximum bytes that wait for a peer that does not read: of short frames, and of answers behind a long one.
+"""Maximum bytes of short frames, and maximum bytes of answers behind a long one, that wait for a peer.
 
-Above either maximum the connection is aborted.
+Above either maximum the connection is aborted, because the peer does not read.
 """
 
 
@@ -92,7 +92,7 @@ class LinkEndpoint:
 
     An endpoint splits received bytes into frames, sends frames through an `Outbox`, and closes the connection on a
     violation of the protocol. Subclasses override `on_opened`, `on_frame` and `on_lost`. `longest_joined` is the
-    maximum of received fragments in progress, in bytes. `longest_sent` is that maximum of the peer.
+    maximum bytes of received fragments in progress. `longest_sent` is the same maximum of the peer, for sent fragments.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class LinkEndpoint:
         self.on_opened()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes; abort the connection if more than MAX_UNSENT_BYTES wait for the peer."""
+        """Write bytes. Abort the connection if more than MAX_UNSENT_BYTES were written since `pause_writing`."""
         if self.transport is None or self.transport.is_closing():
             return
         if self._paused:
@@ -237,10 +237,10 @@ class LinkEndpoint:
             self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
-        """Close the connection once all short frames are sent; discard all other queued frames. `on_lost` gets
-        `reason`.
+        """Send all short frames, discard all other queued frames, and close the connection.
 
-        Later calls only replace `reason`, because a second `close` of asyncio's TLS transport makes `abort` fail.
+        `on_lost` gets `reason`. Later calls only replace `reason`, because a second `close` of asyncio's TLS transport
+        makes `abort` fail.
         """
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:

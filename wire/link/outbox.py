@@ -8,9 +8,9 @@ paused. A token therefore waits for at most one piece and the transport's buffer
 A short frame overtakes a long one. Frames of answers are the exception: they wait behind a long frame of an answer. The
 end of an answer therefore never arrives before a long tool call.
 
-The peer joins a maximum of bytes and MAX_OPEN_MESSAGES messages at a time, and closes the link above that. The sender
-keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a queued
-larger one, up to that maximum in total.
+The peer joins fragments of at most MAX_OPEN_MESSAGES messages and `longest` bytes at a time, and closes the link above
+that. The sender keeps its long frames in progress within these limits, and queues further ones. Smaller frames may
+overtake a queued larger one, up to `longest` bytes in total.
 """
 
 from collections import deque
@@ -30,7 +30,7 @@ class Outbox:
 
     `write` writes bytes to the transport. `defer` calls a function soon, in a later turn of the loop. `wait` calls a
     function after ACCOMPANY_SECONDS. Frames of one turn of the loop are written together, as one TLS record with one
-    system call. `longest` is the maximum of bytes that the peer joins at a time.
+    system call. `longest` is the maximum bytes of fragments that the peer joins at a time.
     """
 
     def __init__(

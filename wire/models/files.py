@@ -93,10 +93,10 @@ def is_valid_repo(repo: str) -> bool:
 
 
 def find_manifest_fault(manifest: ModelManifest) -> str:
-    """Return why a manifest must not be written to a disk, as one sentence; empty if it may be.
+    """Return why a manifest must not be written to a disk, as one sentence; empty if it may be written.
 
-    Checked are the name of the repository, the commit, the revision and the digests. Checked are also paths that are
-    long, leave the folder, or conflict on a file system without case. A manifest needs at least one file.
+    The check covers the name of the repository, the commit, the revision and the digests. It refuses paths that are too
+    long, leave the folder, or conflict on a case-insensitive file system, and a manifest without files.
     """
     if not is_valid_repo(manifest.repo):
         return f"{manifest.repo!r} is not the name of a repository: use publisher/name"

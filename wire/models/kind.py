@@ -30,7 +30,7 @@ _PURPOSES = {
 
 
 def get_kind(features: Collection[str]) -> ModelKind:
-    """Return the kind of a model with these features. A model whose features name no kind is a chat model."""
+    """Return the kind of a model from the features in its report; CHAT if the features name no kind."""
     for kind in _NAMED_KINDS:
         if kind in features:
             return kind
@@ -38,8 +38,8 @@ def get_kind(features: Collection[str]) -> ModelKind:
 
 
 def explain_other_kind(model: str, kind: ModelKind) -> str:
-    """Return the sentence for a request of another kind than its model, with the route to use.
+    """Return the error text for a request that models of this kind do not serve, with the route to use instead.
 
-    `kind` is the kind of the model.
+    `model` is the name of the model, `kind` its kind.
     """
     return f"the model {model} {_PURPOSES[kind]}: use {ROUTES[kind]}, or another model"

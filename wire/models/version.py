@@ -1,7 +1,7 @@
 """Version of a model: the identity of its files, by samples of every tensor, and by their whole content once hashed.
 
-Two nodes have the same model if their content hashes are equal, or, while one of them is not hashed, if their samples
-are equal. `VersionGrade` has the grades of this identity.
+Two nodes have the same model if their content hashes are equal. While one of the nodes has no content hash, the samples
+must be equal instead. `VersionGrade` has the grades of this identity.
 """
 
 from enum import StrEnum
