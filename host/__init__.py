@@ -1,1 +1,1 @@
-"""Services of the machine for coordinator and node: private files, settings, logs, Bonjour, sleep, power and pauses."""
+"""Services of the machine for coordinator and node, such as private files, settings, logs, Bonjour and sleep."""

@@ -1,9 +1,9 @@
 """Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
 
-An announcement is only a hint: certificates prove identity, links prove liveness. After an error of zeroconf, or of the
-list of addresses, the next check of the addresses tries again. Only the first error before the next announcement is
-logged. Nothing else depends on Bonjour: `cluster join URL` needs no multicast. zeroconf binds its sockets to addresses
-once, and a change of addresses therefore creates a new instance.
+An announcement is only a hint: certificates prove identity, and links prove liveness. After an error of zeroconf or of
+the list of addresses, the next check of the addresses tries again. Of several errors in a row, only the first is
+logged. No other part depends on Bonjour: `cluster join URL` needs no multicast. zeroconf binds its sockets to addresses
+once. After a change of addresses, a new instance of zeroconf therefore replaces the old one.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 class Announcement:
     """Bonjour announcement of this machine on the LAN, from `start` to `close`.
 
-    `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name. `identity`,
-    the id of cluster or machine, makes the name of the record unique. `interfaces` are the addresses to announce; None
-    for those of `read_addresses`. The addresses are checked every `look_every` seconds.
+    `advert` has the TXT fields of the record. `name` is a display name. `identity`, the id of cluster or machine, makes
+    the name of the record unique. `port` is the announced TCP port. `interfaces` are the addresses to announce; None
+    for those of `read_addresses`, which are checked every `look_every` seconds.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Announcement:
         """Set while the record is announced."""
 
     def start(self) -> None:
-        """Start to announce in the background. Call on a running event loop."""
+        """Start announcing in the background. Call this on a running event loop."""
         self._task = asyncio.create_task(self._follow_addresses(), name="bonjour")
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
 """Event loop of the coordinator and of nodes: uvloop, with `time.monotonic` as its clock.
 
-On macOS the clock of uvloop runs while the machine sleeps (https://github.com/libuv/libuv/pull/2894), and
-`time.monotonic` does not. On Linux neither does. Times of the loop are compared with `time.monotonic`, such as the
-arrival of a report with the time of a placement. With two clocks, a machine that has slept since its start would treat
-old reports as new.
+On macOS, the clock of uvloop advances while the machine sleeps (https://github.com/libuv/libuv/pull/2894), and
+`time.monotonic` does not. On Linux, neither advances. The code compares times of the loop with `time.monotonic`, such
+as the arrival of a report with the time of a placement. With two clocks, a machine that has slept since its start would
+treat old reports as new.
 """
 
 import time

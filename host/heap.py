@@ -1,4 +1,4 @@
-"""Make malloc return free memory to the system."""
+"""Make malloc of glibc return free memory to the system."""
 
 import ctypes
 import sys
@@ -13,23 +13,23 @@ def _malloc_trim() -> Callable[[], object]:
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt(3)`."""
 MMAP_THRESHOLD_BYTES = 512 * 1024
-"""Size in bytes from which a block is mapped separately.
+"""Size in bytes from which on malloc maps a block separately, and returns it to the system when it is freed.
 
-By default glibc raises the limit to the size of the longest block that was freed, and keeps shorter blocks in its heap.
-The limit is above 256 KiB, because a read of a TLS connection allocates that much for each record.
+By default, glibc raises the limit to the size of the longest block that was freed, and keeps shorter blocks in its
+heap. The limit is above 256 KiB, because a read of a TLS connection allocates that much for each record.
 """
 TRIM_THRESHOLD_BYTES = 2 * 1024 * 1024
-"""Free bytes at the end of the heap above which they are returned to the system.
+"""Free bytes at the end of the heap above which malloc returns them to the system.
 
 With a limit of only a few reads of a TLS connection, each read would extend the heap and shrink it again.
 """
 
 
 def map_long_blocks() -> None:
-    """Configure glibc to return freed memory to the system: long blocks, and the free end of the heap.
+    """Configure malloc of glibc to return freed memory to the system: long blocks, and the free end of the heap.
 
-    The limits are `MMAP_THRESHOLD_BYTES` and `TRIM_THRESHOLD_BYTES`. Call once, at start. On systems without glibc, do
-    nothing.
+    The limits are `MMAP_THRESHOLD_BYTES` and `TRIM_THRESHOLD_BYTES`. Call this once, at the start of the process. Do
+    nothing on systems without glibc.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)

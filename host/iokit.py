@@ -1,9 +1,9 @@
-"""Sleep notifications of macOS by ctypes. Unverified on macOS: tested against a compiled stand-in.
+"""Receive sleep notifications of macOS by ctypes. Unverified on macOS: tested against a compiled stand-in.
 
-Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
-before an idle sleep, and notifies them before every sleep. The system waits up to 30 s for IOAllowPowerChange. This
-module always allows the sleep: when the receiver of the notification permits it, and after ANSWER_TIMEOUT_SECONDS at
-the latest.
+Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes for
+permission before an idle sleep, and notifies them before every sleep. It waits up to 30 s for IOAllowPowerChange. This
+module always allows the sleep: as soon as the receiver of the notification permits it, and after ANSWER_TIMEOUT_SECONDS
+at the latest.
 """
 
 import ctypes
@@ -35,12 +35,13 @@ class SleepNotificationListener:
         self._ended = threading.Event()
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
-        """Start listening. Return False if the frameworks are missing or refuse the registration.
+        """Start listening for notifications in a thread. Return whether the registration has succeeded.
 
-        Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS; it may still succeed later.
+        Return False if the frameworks are missing or refuse the registration. Return False also if the registration
+        takes longer than ANSWER_TIMEOUT_SECONDS; it may still succeed later.
 
-        The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
-        after the sleep. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
+        The thread calls `on_sleep(permit)` before a sleep, and `on_wake()` after the sleep. The call of `permit()`
+        allows the sleep; without that call, the sleep begins after ANSWER_TIMEOUT_SECONDS.
         """
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)
@@ -57,7 +58,10 @@ class SleepNotificationListener:
         return bool(registered)
 
     def stop(self) -> None:
-        """Stop listening and end the thread, if it is registered. The call waits at most ANSWER_TIMEOUT_SECONDS."""
+        """Stop listening and end the thread. Wait for its end at most ANSWER_TIMEOUT_SECONDS.
+
+        Do nothing without a registration.
+        """
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)

@@ -1,8 +1,8 @@
-"""Name and addresses of this machine on the local network.
+"""Read the name and the addresses of this machine on the local network.
 
-The host name of a Mac is not the name under which other machines find it: the DHCP server can choose the host name.
-Bonjour answers for the LocalHostName, which the user sets under System Settings > General > Sharing. Unverified on
-macOS: the entry `local-name` of the checklist.
+The host name of a Mac is not the name under which other machines find it, because the DHCP server can choose the host
+name. Bonjour answers for the LocalHostName, which the user sets under System Settings > General > Sharing. Unverified
+on macOS: the entry `local-name` of the checklist.
 """
 
 import socket
@@ -23,16 +23,16 @@ log = structlog.get_logger()
 def read_local_name(platform: str = sys.platform, run: RunTool = run_tool) -> str:
     """Return the name of this machine in Bonjour, without `.local`.
 
-    On a Mac it is the LocalHostName, for which the call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. On
-    other systems, or if that name cannot be read, it is the first label of the host name. `platform` and `run` replace
-    the platform and the tool runner in tests.
+    On a Mac, the name is the LocalHostName, and the call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`.
+    On other systems, or if the LocalHostName cannot be read, the name is the first label of the host name. `platform`
+    and `run` replace the platform and the tool runner in tests.
     """
     name = run(LOCAL_HOST_NAME).strip() if platform == "darwin" else ""
     return name or socket.gethostname().partition(".")[0]
 
 
 def list_addresses() -> list[str]:
-    """Return the addresses of `read_addresses`; an empty list, with a log line, if the system cannot list them."""
+    """Return the result of `read_addresses`; an empty list, with a log line, if the system cannot list addresses."""
     try:
         return read_addresses()
     except OSError as error:
@@ -41,17 +41,16 @@ def list_addresses() -> list[str]:
 
 
 def read_addresses() -> list[str]:
-    """Return the IP addresses of this machine that another machine can dial, as texts, in the order of
-    `rank_addresses`.
+    """Return the IP addresses of this machine that another machine can dial, best first (`rank_addresses`).
 
-    Raise `OSError` if the system cannot list them, for example without a free file descriptor.
+    Raise `OSError` if the system cannot list addresses, for example without a free file descriptor.
     """
     pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
 
 
 def find_interface(address: str) -> int:
-    """Return the system's number of the network interface that has an IPv6 address; 0 if none has it.
+    """Return the system's number of the network interface with this IPv6 address; 0 if no interface has it.
 
     Raise `OSError` if the system cannot list its addresses.
     """

@@ -1,8 +1,8 @@
 """Limit repeated log events, because a flood of events would fill the disk.
 
-An event of a logger about the same subject is admitted at most BURST_EVENTS times in a window of WINDOW_SECONDS. The
-subject is the set of the event's fields such as node, peer, address and reason. The first event of the next window has
-the number of events that were left out. Pure: time is an argument.
+Within WINDOW_SECONDS, at most BURST_EVENTS events with the same logger, name and subject are admitted. The subject of
+an event are the values of its fields such as node, peer, address and reason. The first event of the next window has the
+number of events that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ BURST_EVENTS = 20
 WINDOW_SECONDS = 60.0
 """Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024
-"""Number of subjects above which old ones are deleted. If too few are old, all further subjects of an event count as
-one."""
+"""Maximum number of counted subjects. At the maximum, expired subjects are deleted. If that is not enough, all new
+subjects of an event count as one subject."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
@@ -48,7 +48,7 @@ class LogDeduplicator:
 
     @property
     def subjects(self) -> int:
-        """Number of combinations of logger, event and subject that are counted."""
+        """Number of combinations of logger, event name and subject with a count."""
         return len(self._recent)
 
     @property
@@ -57,10 +57,10 @@ class LogDeduplicator:
         return sum(recent.left_out for recent in self._recent.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
-        """Return None to leave out an event, else the number of its repeats that were left out in the previous window.
+        """Return whether to write an event: None to leave it out, else the number of repeats left out before.
 
-        The number is 0 except for the first event of a window. `logger` and `event` are names, `fields` the values of
-        the event. `now` is in seconds of a monotonic clock.
+        That number is 0, except for the first event of a window, which has the count of the previous window. `logger`
+        and `event` are names, `fields` the values of the event. `now` is in seconds of a monotonic clock.
         """
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         recent = self._recent.get(key)

@@ -1,9 +1,10 @@
-"""Log of a process: JSON lines in a rotating private file, and warnings on standard error.
+"""Configure the log of a process: JSON lines in a rotating private file, and warnings on standard error.
 
-Events of this project and of libraries pass the same steps: repeats are counted (`log_dedup`), secrets are hidden
+Events of this project and of libraries pass the same steps: repeats are limited (`log_dedup`), secrets are hidden
 (`redaction`), and the line is written. Exceptions are written without the values of variables.
 
-A child process has no file of its own: its events go to standard error, and repeats are not counted (`log_to_stderr`).
+A child process has no log file of its own. Its events go to standard error, and repeats are not limited
+(`log_to_stderr`).
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from host.log_dedup import LogDeduplicator
 from host.redaction import PRIVATE, format_exception, hide_secrets_in_line, redact_fields
 
 MAX_LOG_BYTES = 20 * 1024 * 1024
-"""Bytes of a log file before it is rotated, and of the file of standard error before it is emptied."""
+"""Bytes above which the log file is rotated, and above which the file of standard error is emptied."""
 MAX_LOG_FILES = 5
 """Number of rotated files that are kept."""
 Tap = Callable[[Mapping[str, Any]], None]
@@ -36,9 +37,9 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write the log events of this process to `file`, and warnings to standard error.
 
-    `level` is the lowest level in the file, such as `info`. `tap`, if given, gets each event that is written to the
-    file. Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be
-    opened.
+    `level` is the lowest level in the file, such as `info`. `tap` is called with each event that is written to the
+    file; None for no call. Missing folders are created, the folder of the file with mode 0700. Raise OSError if the
+    file cannot be opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
@@ -69,8 +70,7 @@ def hide_warnings() -> None:
 
 
 def log_to_stderr() -> None:
-    """Write log events of this child process, of level `info` or higher, to standard error, which its parent stores in
-    a file.
+    """Write log events of level `info` or higher to standard error, in a child process whose parent stores the output.
 
     Secrets are hidden. Events that cannot be written, as on a full disk, are lost.
     """
@@ -134,10 +134,11 @@ def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
 
 
 class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
-    """Rotating file of mode 0600.
+    """Handler that writes a rotating file of mode 0600.
 
-    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it. A
-    file that cannot be written, as on a full disk, is named once, not with a traceback for each record.
+    The handler formats a record only once. That of `logging` formats it twice: to check the size of the file, and to
+    write the record. For a file that cannot be written, as on a full disk, the handler prints one line. `logging`
+    prints a traceback for each record.
     """
 
     _failures = 0
@@ -189,8 +190,10 @@ class _DeduplicationFilter(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written. Add the number of equal records that were left out before to an event
-        with fields."""
+        """Return whether a record is written. Add the field `left_out`, the number of repeats left out before.
+
+        Records without fields, such as those of libraries, do not get this number.
+        """
         message: Any = record.msg
         fields = cast("dict[str, Any]", message) if isinstance(message, dict) else {}
         with self._lock:
@@ -205,10 +208,8 @@ class _DeduplicationFilter(logging.Filter):
 def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
     """Render an event for a terminal: a line with local time, level, event and fields, and then the exception.
 
-    Control characters in the name of the event and in its fields are escaped.
-
-    The signature is that of a structlog processor. Of `event`, only the other fields remain: time, level, name of the
-    event, logger and exception are removed.
+    Control characters in the name of the event and in its fields are escaped. The signature is that of a structlog
+    processor. The function removes time, level, name of the event, logger and exception from `event`.
     """
     when = str(event.pop("timestamp", ""))
     with contextlib.suppress(ValueError):

@@ -1,8 +1,7 @@
-"""Files in the folder of a node that have effect beyond its process: the pause, and the mark of a node that left.
+"""Read and write files in the folder of a node that outlive its process: the pause, and the mark of a node that left.
 
-The pause is a file, which the node reads. `cluster pause` on the Mac writes this file. The node writes it when the
-coordinator requests a pause. The other mark is for the coordinator on the same Mac: it restarts no node that left its
-cluster on purpose.
+`cluster pause` on the Mac writes the pause file, as does the node when the coordinator requests a pause. The node reads
+the file. The coordinator on the same Mac reads the mark of a node that left, and does not restart such a node.
 """
 
 from pathlib import Path
@@ -33,20 +32,22 @@ class PauseFile:
         """Path of the pause file."""
 
     def write(self, pause: PauseRecord) -> None:
-        """Store a pause in place of an earlier one, with at most MAX_NAME_CHARS of `by`. Raise OSError if that
-        fails."""
+        """Store a pause in place of an earlier one, with at most MAX_NAME_CHARS characters of `by`.
+
+        Raise OSError on failure.
+        """
         create_private_folder(self.path.parent)
         record = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(record))
 
     def remove(self) -> bool:
-        """Remove the pause. Return whether there was one. Raise OSError if that fails."""
+        """Delete the pause file. Return whether there was one. Raise OSError on failure."""
         there = self.path.exists()
         self.path.unlink(missing_ok=True)
         return there
 
     def read_stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes when the file does; None without a file. Raise OSError for other failures."""
+        """Return a value that changes when the pause file changes; None without a file. Raise OSError on failure."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -54,7 +55,7 @@ class PauseFile:
         return status.st_mtime_ns, status.st_ino
 
     def read(self) -> PauseRecord:
-        """Return the stored pause. Raise OSError without a readable file, ValueError for an invalid one."""
+        """Return the stored pause. Raise OSError if the file is missing or unreadable, ValueError if it is invalid."""
         try:
             return msgspec.json.decode(self.path.read_bytes(), type=PauseRecord)
         except msgspec.MsgspecError as error:
@@ -62,15 +63,15 @@ class PauseFile:
 
 
 def mark_left(node: Path) -> None:
-    """Record that the node with the folder `node` (STATE/node) left its cluster. Raise OSError if that fails."""
+    """Record that the node with the folder `node` (STATE/node) has left its cluster. Raise OSError on failure."""
     (node / "left").touch(mode=0o600)
 
 
 def has_left(node: Path) -> bool:
-    """Return whether the node with the folder `node` left its cluster, and has not been started or joined again."""
+    """Return whether the node with the folder `node` (STATE/node) has left its cluster and not been started since."""
     return (node / "left").exists()
 
 
 def delete_left_mark(node: Path) -> None:
-    """Delete the file of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
+    """Delete the mark of `mark_left`, because the node joins again or is started. Raise OSError on failure."""
     (node / "left").unlink(missing_ok=True)

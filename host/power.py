@@ -1,8 +1,8 @@
 """Read the power supply, the battery, and the time since a person last used this machine.
 
 None means that a value cannot be read, never "no". psutil reads supply and battery; `ioreg` of macOS reads the idle
-time in about 10 ms. The values change slowly: call `read_power` in a thread, every few seconds at most. Unverified on
-macOS: the entry `power` of the checklist.
+time in about 10 ms. Call `read_power` in a thread, at most every few seconds, because the values change slowly.
+Unverified on macOS: the entry `power` of the checklist.
 """
 
 import re
@@ -20,10 +20,12 @@ TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 
 
 class Battery(Protocol):
-    """Battery as psutil describes it: charge in percent; `power_plugged` is None if unknown."""
+    """Battery as psutil describes it."""
 
     percent: float
+    """Charge in percent."""
     power_plugged: bool | None
+    """Whether the machine is on mains power; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,15 @@ class PowerState:
     """Reading of power supply, battery and idle time of this machine. None: the value cannot be read."""
 
     plugged: bool | None = None
-    """Whether the machine runs on mains; None if that is unknown."""
+    """Whether the machine is on mains power; None if that is unknown."""
     battery: float | None = None
-    """Charge in percent; None also without a battery."""
+    """Charge of the battery in percent; None also without a battery."""
     idle_s: float | None = None
-    """Seconds since the keyboard, mouse or screen was last used; None on other systems than macOS."""
+    """Seconds since the last input at keyboard, mouse or screen; None on systems other than macOS."""
 
 
 def read_battery() -> Battery | None:
-    """Read the battery or uninterruptible supply; None if the machine has none, or psutil does not support the system.
+    """Read the battery or uninterruptible power supply; None if there is none, or if psutil cannot read batteries here.
 
     Raise OSError, RuntimeError or psutil.Error if the read fails.
     """
@@ -52,9 +54,9 @@ def read_power(
 ) -> PowerState:
     """Return the power state of this machine, with None for values that cannot be read.
 
-    The call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. A machine without a battery counts as plugged
-    in, as does a system that psutil does not support. The arguments replace the platform, the tool runner and the
-    battery in tests.
+    The call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. A machine without a battery, and a system
+    whose battery psutil cannot read, count as plugged in. In tests, the arguments replace the platform, the tool runner
+    and the battery.
     """
     idle = parse_idle_seconds(run(TOUCHED)) if platform == "darwin" else None
     try:

@@ -1,6 +1,6 @@
-"""Create folders and replace files that only this user can read, and write files and folders to the disk.
+"""Create private folders, replace private files, and sync files and folders to the disk.
 
-Also: resolve `~` in paths, and open standard streams that are closed.
+The module also resolves `~` in paths, and opens standard streams that are closed.
 """
 
 import fcntl
@@ -10,14 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 
 FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
-"""Operation of `fcntl` on macOS that writes a file to the medium. `fsync` of macOS writes it to the cache of the drive,
-which a power failure clears (fsync(2)). None on other systems."""
+"""Operation of `fcntl` on macOS that writes a file to the medium; None on other systems. `fsync` of macOS writes a file
+only to the cache of the drive, which a power failure clears (fsync(2))."""
 
 
 def create_private_folder(folder: Path) -> Path:
-    """Create a folder of mode 0700, or change the mode of an existing one, and return it. Raise OSError on failure.
+    """Create a folder with mode 0700, or set the mode of an existing one, and return the path.
 
-    Missing parents get mode 0700 as well, because `mkdir(parents=True)` uses the umask. Existing parents do not change.
+    Missing parents are created with mode 0700 as well. The modes of existing parents do not change. Raise OSError on
+    failure.
     """
     if not folder.parent.exists():
         create_private_folder(folder.parent)
@@ -27,7 +28,10 @@ def create_private_folder(folder: Path) -> Path:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace a file atomically by one of mode 0600 with this content, synced to disk. Raise OSError on failure."""
+    """Create or replace a file atomically, with this content and mode 0600, synced to the disk.
+
+    The folder of the file must exist. Raise OSError on failure.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -44,7 +48,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def sync_descriptor(descriptor: int) -> None:
-    """Write an open file or folder to the disk. Raise OSError on failure."""
+    """Sync an open file or folder to the disk. Raise OSError on failure."""
     if FULL_SYNC is not None:
         with suppress(OSError):  # such as on a network share
             fcntl.fcntl(descriptor, FULL_SYNC)
@@ -53,7 +57,7 @@ def sync_descriptor(descriptor: int) -> None:
 
 
 def sync_path(path: Path) -> None:
-    """Write a file or the entries of a folder to the disk. Raise OSError on failure."""
+    """Sync a file, or the entries of a folder, to the disk. Raise OSError on failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         sync_descriptor(descriptor)
@@ -62,14 +66,17 @@ def sync_path(path: Path) -> None:
 
 
 def resolve_home(text: str) -> Path:
-    """Return the path that a setting names, with the home folder for `~` or `~USER`. An unknown user stays as it is."""
+    """Return the path that a setting names, with `~` or `~USER` replaced by the home folder.
+
+    `~USER` of an unknown user is not replaced.
+    """
     return Path(os.path.expanduser(text))
 
 
 def sync_tree(folder: Path) -> None:
-    """Write a folder to the disk, with all files and folders in it. Raise OSError on failure.
+    """Sync a folder to the disk, with all files and folders in it. Raise OSError on failure.
 
-    A power failure after that damages none of them, even if the folder is renamed.
+    A later power failure then damages none of them, even if the folder is renamed meanwhile.
     """
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
@@ -78,7 +85,8 @@ def sync_tree(folder: Path) -> None:
 def open_missing_streams() -> None:
     """Open the null device as each standard stream that is closed. Call this before the process opens files.
 
-    Otherwise another file would get the number of the stream, and a write to the stream would raise `AttributeError`.
+    Otherwise another file would get the descriptor of the stream, and a write to the stream would raise
+    `AttributeError`.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:

@@ -1,10 +1,9 @@
 """Remove secrets, prompts and answers from log events. Pure.
 
 Events of this project contain no prompt, key or token. Redaction is a second protection, because exceptions quote
-values and libraries log requests. Fields of an event are redacted by their names, the rendered line by the patterns of
-secrets.
+values and libraries log requests. Fields of an event are redacted by their names, and texts by the patterns of secrets.
 
-Of an exception, the log has its type, the functions of its traceback and a bounded message. Messages of PRIVATE events
+An exception is logged with its type, a bounded message and the functions of its traceback. Messages of PRIVATE events
 are removed, because errors of templates, grammars and tokenizers quote the text of clients.
 """
 
@@ -41,7 +40,7 @@ NAMES = frozenset(
         "body",
     }
 )
-"""Names of fields whose values are always hidden; in fields, upper case and `-` for `_` make no difference."""
+"""Names of fields whose values are always hidden. Upper case, and `-` in place of `_`, make no difference."""
 PRIVATE = frozenset({"prepare", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""
 MAX_MESSAGE_CHARS = 300
@@ -69,14 +68,18 @@ def hide_secrets(text: str) -> str:
 
 
 def hide_secrets_in_line(line: str) -> str:
-    """Replace secrets in a rendered log line by HIDDEN, so that JSON stays valid. Private keys in PEM are not
-    detected."""
+    """Replace secrets in a rendered log line by HIDDEN. A line of JSON stays valid.
+
+    Private keys in PEM are not detected.
+    """
     return _NAMED.sub(rf"\1{HIDDEN}", _SHAPES.sub(HIDDEN, line))
 
 
 def redact_fields(fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Hide the values of private fields (NAMES) at any depth, and secrets in the texts of all other fields. Change and
-    return `fields`."""
+    """Hide the values of private fields (NAMES) at any depth, and secrets in the texts of all other fields.
+
+    Change `fields` in place, and return it.
+    """
     for name, value in fields.items():
         fields[name] = HIDDEN if name.lower().replace("-", "_") in NAMES else _redact_value(value)
     return fields
@@ -95,7 +98,7 @@ def _redact_value(value: object) -> object:
 def format_exception(failure: Failure, *, private: bool) -> str:
     """Format an exception: type, type of its cause, message, and functions of the traceback without source lines.
 
-    The message is redacted and bounded; with `private` it is replaced by HIDDEN.
+    The message is redacted, and cut to MAX_MESSAGE_CHARS. With `private`, HIDDEN replaces it.
     """
     kind, error, where = failure
     frames = traceback.extract_tb(where)

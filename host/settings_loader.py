@@ -1,11 +1,12 @@
 """Resolve settings from a file, the environment and the command line, with the origin of each value.
 
 Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* environment < --set. Unknown keys are
-errors. A settings type is a tree of msgspec structs. The key of a leaf is its dotted path (`memory.cap`), its name in
-the environment is MACPOOL_MEMORY__CAP. Coordinator and node read the same file and skip each other's sections by name.
+errors. A settings type is a tree of msgspec structs. The key of a setting is its dotted path (`memory.cap`), and its
+name in the environment is MACPOOL_MEMORY__CAP. Coordinator and node read the same file, and each skips the sections of
+the other by name.
 
-A table is a setting of named entries, such as `[router.aliases]`. The key of an entry is the key of its table, a
-dot and the name of the entry. A name with other characters than letters, digits, `_` and `-` is in quotes, as in TOML.
+A table is a setting of named entries, such as `[router.aliases]`. The key of an entry is the key of its table, a dot
+and the name of the entry. A name with characters other than letters, digits, `_` and `-` is in quotes, as in TOML.
 """
 
 import difflib
@@ -33,14 +34,14 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """Error for an unknown setting or an invalid value. The text names the setting, option or file, and the fault.
+    """Raised for an unknown setting or an invalid value. The text names the setting, option or file, and the fault.
 
     For an unknown setting, the text also names the origin, and a similar known key if there is one.
     """
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of settings sections, such as `[memory]` of the file. Every field has a default and a description."""
+    """Base class of settings sections, such as `[memory]` of the file. All fields have a default and a description."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class ResolvedSettings(Generic[T]):
 
 
 def list_settings(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
-    """Return all settings of a type, with default and description. `prefix` is put before each key."""
+    """Return all settings of a settings type, with defaults and descriptions. `prefix` precedes each key."""
     settings: list[Setting] = []
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
@@ -96,7 +97,7 @@ def _find_description(hint: Any) -> str:
 
 
 def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten a parsed TOML file to values by dotted key. `prefix` is put before each key."""
+    """Flatten a parsed TOML file to values by dotted key. `prefix` precedes each key."""
     flat: dict[str, object] = {}
     for name, value in tree.items():
         part = name if _BARE_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
@@ -108,9 +109,9 @@ def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def split_key(key: str) -> list[str]:
-    """Split a dotted key into its names. A name in quotes may have dots.
+    """Split a dotted key into its names. A name in quotes may contain dots.
 
-    A key with an invalid quotation is split at every dot.
+    A key with invalid quotes is split at every dot.
     """
     names: list[str] = []
     at = 0
@@ -152,8 +153,8 @@ def resolve_layers(
 ) -> ResolvedSettings[T]:
     """Merge layers of settings into an object of the type `kind`, and return the object with the origins of its values.
 
-    `layers` are pairs of origin and values by key, lowest precedence first. `others` are keys or sections of another
-    process, which are skipped. Raise SettingsError for an unknown key, or a value that does not fit its type.
+    `layers` are pairs of origin and values by key, lowest precedence first. Keys and sections in `others` belong to
+    another process and are skipped. Raise SettingsError for an unknown key, or a value that does not fit its type.
     """
     known = {setting.key: setting for setting in list_settings(kind)}
     merged: dict[str, object] = {}
@@ -188,9 +189,10 @@ def find_invalid_settings(
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
-    The entries of tables are checked together, because an entry may name another one. `InvalidSetting.key` is then the
-    key of the whole entry. `rule` raises SettingsError for values that types cannot restrict; it does not check entries
-    of tables. `others` are keys or sections of another process, which are skipped.
+    The entries of tables are checked together, because an entry may refer to another one. `InvalidSetting.key` is then
+    the key of the whole entry. `rule(settings)` raises SettingsError for values that types cannot restrict; None: no
+    such rule. Entries of tables are not passed to `rule`. Keys and sections in `others` belong to another process and
+    are skipped.
     """
     known = {setting.key: setting for setting in list_settings(kind)}
     invalid = _find_invalid_entries(kind, flat, known)
@@ -264,11 +266,13 @@ def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class SettingDrift:
-    """Setting whose value in a running process (`running`) differs from the value in the file (`now`)."""
+    """Setting whose value in a running process differs from the value after a restart."""
 
     key: str
     running: object
+    """Value in the running process."""
     now: object
+    """Value by the file, or the default."""
 
 
 def find_changed_settings(
@@ -276,9 +280,9 @@ def find_changed_settings(
 ) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `build_setting_rows`, `file` the values of the file by key. `others` are keys or sections of
-    another process, which are skipped. Settings with an origin in GIVEN do not change. Raise SettingsError for an
-    unknown key or an invalid value in the file.
+    `running` are rows of `build_setting_rows`, `file` the values of the file by key. Keys and sections in `others`
+    belong to another process and are skipped. Settings with an origin in GIVEN do not change. Raise SettingsError for
+    an unknown key or an invalid value in the file.
     """
     later = {row["key"]: row["value"] for row in build_setting_rows(resolve_layers(kind, [("file", file)], others))}
     return [

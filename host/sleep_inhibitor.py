@@ -1,8 +1,8 @@
 """Prevent idle sleep of this machine.
 
-On macOS, a child process `caffeinate -i -w PID` holds the assertion. The child ends with this process in every case.
-The lid and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux
-laptops the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
+On macOS, a child process `caffeinate -i -w PID` holds the assertion. The child also ends if this process crashes. The
+lid and the menu still put the Mac to sleep. On other systems, this module does nothing: servers do not sleep, and on
+Linux laptops the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
 """
 
 import os
@@ -21,7 +21,8 @@ END_TIMEOUT_SECONDS = 2.0
 class SleepInhibitor:
     """Assertion that prevents idle sleep of this machine while it is held.
 
-    `command` replaces `caffeinate`; it gets the process id as last argument. Empty: no assertion is held.
+    `command` replaces `caffeinate -i -w`; the id of this process is added as the last argument. None selects the
+    command of the system. With an empty command, no assertion is held.
     """
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:
@@ -35,14 +36,17 @@ class SleepInhibitor:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child for the assertion, also after that child has ended on its own; None without one."""
+        """Process id of the child that holds the assertion, also after the child has ended on its own.
+
+        None before the first start and after a release.
+        """
         return None if self._child is None else self._child.pid
 
     def set_held(self, wanted: bool) -> None:
-        """Hold the assertion if `wanted`, else release it. Do nothing on systems without an assertion.
+        """Hold the assertion if `wanted`; release it otherwise. Do nothing on systems other than macOS.
 
-        A failed start is logged and not repeated. A release blocks until the child has ended, usually less than
-        END_TIMEOUT_SECONDS.
+        If the child cannot be started, log the error and do not try again. A release blocks until the child has ended,
+        usually for less than END_TIMEOUT_SECONDS.
         """
         if wanted and not self.held:
             self._start_child()

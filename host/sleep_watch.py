@@ -1,14 +1,14 @@
 """Detect sleep and wake-up of this machine.
 
-Two clocks of the system differ by the time asleep. One runs during sleep (Linux CLOCK_BOOTTIME, macOS CLOCK_MONOTONIC),
-the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between two checks is a
-sleep that has ended. Changes of the wall clock have no effect. Only the system can announce a sleep in advance. macOS
-does by IOKit, and waits for registered processes (`host.iokit`). Without an announcement, a sleep looks like an
-unplugged cable to the pool.
+Two clocks of the system differ by the time asleep. One advances during sleep (Linux CLOCK_BOOTTIME, macOS
+CLOCK_MONOTONIC), the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of their difference between
+two checks is a sleep that has ended. Changes of the wall clock have no effect. Only the system can announce a sleep in
+advance: macOS announces it by IOKit, and waits for registered processes (`host.iokit`). Without an announcement, the
+pool cannot distinguish a sleep from a lost network.
 
-Between two sleeps macOS wakes for some seconds, such as for Power Nap (a dark wake). It announces neither that wake-up
-nor the sleep after it. An announced sleep therefore ends with the announced wake-up. A clock that runs again is not
-enough, because the pool would then not be notified of the next sleep.
+Between two sleeps, macOS wakes for some seconds, for example for Power Nap (a dark wake). The system announces neither
+that wake-up nor the sleep after it. An announced sleep therefore ends with the announced wake-up. Running clocks alone
+do not end it, because the pool would then not be notified of the next sleep.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ log = structlog.get_logger("host.sleep_watch")
 POLL_INTERVAL_SECONDS = 2.0
 """Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
-"""Minimum change, in seconds, of the difference between the two clocks that counts as a sleep."""
+"""Minimum change in the difference between the two clocks that counts as a sleep, in seconds."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
-"""Seconds awake in a row after which an announced sleep ends without a notice: the system cancelled the sleep, or sent
-no notice. Most dark wakes are shorter."""
+"""Seconds awake in a row after which an announced sleep counts as ended without an announced wake-up. The system has
+then cancelled the sleep, or not announced its end. Most dark wakes are shorter."""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""
 Clocks = tuple[Callable[[], float], Callable[[], float]]
-"""A clock that runs during sleep and one that does not, in seconds."""
+"""Two functions that read a clock in seconds: one that advances during sleep, and one that stops."""
 
 
 class SleepNotices(Protocol):
@@ -42,7 +42,8 @@ class SleepNotices(Protocol):
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Start a thread that calls the functions. Return whether the system announces sleeps.
 
-        `on_sleep` is called before a sleep with a function that permits the sleep, `on_wake` after the sleep.
+        The thread calls `on_sleep(permit)` before a sleep, and `on_wake()` after the sleep. The call of `permit()`
+        allows the sleep.
         """
         ...
 
@@ -52,10 +53,10 @@ class SleepNotices(Protocol):
 
 
 class NoSleepNotices:
-    """Source for a system that announces no sleep."""
+    """Source of announcements for a system that does not announce sleeps."""
 
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
-        """Return False, because no sleep is announced."""
+        """Return False, because this system does not announce sleeps."""
         return False
 
     def stop(self) -> None:
@@ -63,7 +64,7 @@ class NoSleepNotices:
 
 
 def open_sleep_notices() -> SleepNotices:
-    """Return the source of sleep announcements of this system: IOKit on macOS, elsewhere one that never announces."""
+    """Return the source of sleep announcements of this system: IOKit on macOS, `NoSleepNotices` on other systems."""
     if sys.platform == "darwin":
         from host.iokit import SleepNotificationListener
 
@@ -72,8 +73,7 @@ def open_sleep_notices() -> SleepNotices:
 
 
 def system_clocks() -> Clocks:
-    """Return the two clocks of this system. On a system with one clock, return that clock twice: no sleep is
-    detected."""
+    """Return the two clocks of this system. A system with one clock gets that clock twice, and detects no sleep."""
     on = getattr(time, "CLOCK_BOOTTIME", None)
     off = time.CLOCK_MONOTONIC
     if sys.platform == "darwin":
@@ -86,8 +86,8 @@ def system_clocks() -> Clocks:
 class SleepWatch:
     """Detector of sleep and wake-up of this machine. All callbacks run on the event loop of `start`.
 
-    `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
-    sleep with its duration in seconds. An announced sleep includes its dark wakes, without their duration. `on_look` is
+    `on_sleep(permit)` is called before an announced sleep; `permit()` allows the sleep. `on_wake(seconds)` is called
+    after a sleep with its duration. An announced sleep includes its dark wakes, without their duration. `on_look()` is
     called at every check. In tests, `notices` and `clocks` replace the source and the clocks of the system.
     """
 
@@ -115,9 +115,9 @@ class SleepWatch:
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Start listening for announcements and checking the clocks. Call on a running event loop.
+        """Start listening for announcements and checking the clocks. Call this on a running event loop.
 
-        The first check, with `on_look`, is made before this method returns.
+        The first check, with a call of `on_look`, is made before this method returns.
         """
         loop = asyncio.get_running_loop()
 

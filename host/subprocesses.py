@@ -12,8 +12,10 @@ RunTool = Callable[[tuple[str, ...]], str]
 
 
 def run_process(command: Sequence[str], timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
-    """Run a process without input, and return its end with its output as text. Raise OSError if it cannot be started,
-    `subprocess.TimeoutExpired` if it runs longer than `timeout_seconds`."""
+    """Run a process without input, wait for its end, and return its exit code and its output as text.
+
+    Raise OSError if the process cannot be started, `subprocess.TimeoutExpired` after `timeout_seconds`.
+    """
     return subprocess.run(
         command,
         capture_output=True,
@@ -26,8 +28,10 @@ def run_process(command: Sequence[str], timeout_seconds: float) -> "subprocess.C
 
 
 def run_tool(command: tuple[str, ...]) -> str:
-    """Run a tool and return its standard output. Return an empty text if the tool is missing, fails, or runs longer
-    than `TOOL_TIMEOUT_SECONDS`."""
+    """Run a tool of the system and return its standard output.
+
+    Return an empty text if the tool is missing, fails, or runs longer than `TOOL_TIMEOUT_SECONDS`.
+    """
     try:
         done = run_process(command, TOOL_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
