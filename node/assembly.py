@@ -1,4 +1,4 @@
-"""Assembly of a node: constructs its parts and connects them."""
+"""Construct the parts of a node and connect them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,9 +67,10 @@ def assemble(
 ) -> Node:
     """Construct the parts of a node and connect them. Nothing is started.
 
-    `state` is the state folder. `on_ready` is called with the coordinator's address (`host:port`) when the node is
-    linked and its engine is ready, possibly several times. Tests replace the command of the engine process and the
-    timeouts. Raise `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
+    `state` is the state folder, `version` the installed version of Macpool. `on_ready` is called with the coordinator's
+    address (`host:port`) when the node is linked and its engine is ready, possibly several times. Tests replace the
+    command of the engine process and the timeouts; None selects the defaults. Raise `OSError` or `ValueError` if the
+    certificate or the CA of the identity cannot be used.
     """
     settings = add_own_folder(settings, state)
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()
@@ -148,6 +149,6 @@ def assemble(
 
 
 def add_own_folder(settings: NodeSettings, state: Path) -> NodeSettings:
-    """Return the settings with the node's own model folder as the last folder that is searched."""
+    """Return the settings with the node's own model folder, below `state`, as the last folder that is searched."""
     own = str(get_own_folder(state))
     return replace(settings, models=replace(settings.models, folders=(*settings.models.folders, own)))

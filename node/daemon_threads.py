@@ -1,6 +1,6 @@
-"""Calls that may block for as long as the machine runs, such as access to a lost network disk.
+"""Run calls that may block forever, such as access to a lost network disk, in daemon threads.
 
-A daemon thread makes such a call, because the end of the process does not wait for daemon threads.
+A process can end without waiting for its daemon threads.
 """
 
 import threading

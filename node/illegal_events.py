@@ -1,4 +1,4 @@
-"""Illegal events of a node's state machines: logged, and counted for the report to the coordinator."""
+"""Log and count illegal events of a node's state machines. The node reports the count to the coordinator."""
 
 import structlog
 

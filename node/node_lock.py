@@ -1,4 +1,4 @@
-"""Start of a node: the lock that allows one node per state folder, and errors with the next step."""
+"""Lock that allows one node per state folder, and errors of the start of a node."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class NodeStartError(Exception):
-    """Error for a node that cannot start. The text names the reason, and the next step if there is a known one."""
+    """Raised if a node cannot start. The text names the reason, and the next step if one is known."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -33,8 +33,10 @@ class NodeStartError(Exception):
 
 @contextmanager
 def name_unusable_files() -> Generator[None]:
-    """Raise an `OSError` of the block as a `NodeStartError` that names the file. If a permission is missing, the error
-    also names the next step."""
+    """Convert an `OSError` of the block to a `NodeStartError` that names the file.
+
+    If a permission is missing, the error also names the next step.
+    """
     try:
         yield
     except OSError as error:
@@ -45,7 +47,7 @@ def name_unusable_files() -> Generator[None]:
 
 
 def await_disk(access: Callable[[], T], place: Path | str) -> T:
-    """Return the result of `access`, a call that reads the disk of `place`. Let its exceptions through.
+    """Return the result of `access`, a call that reads the disk of `place`, or raise its exception.
 
     Raise `NodeStartError` if the disk does not answer within `ACCESS_TIMEOUT_SECONDS`, as on a lost network mount.
     """
@@ -58,8 +60,8 @@ def await_disk(access: Callable[[], T], place: Path | str) -> T:
 class NodeLock:
     """Context manager that locks the folder of a node (STATE/node).
 
-    The file `lock` in the folder has the process id, to which `cluster leave` sends SIGUSR1. The caller must have
-    blocked this signal in all threads until the node has a handler for it: it would end the process.
+    The file `lock` in the folder contains the process id, to which `cluster leave` sends SIGUSR1. By default SIGUSR1
+    ends a process. The caller must therefore block the signal in all threads until the node has a handler for it.
     """
 
     def __init__(self, folder: Path) -> None:

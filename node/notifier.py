@@ -1,4 +1,4 @@
-"""Notification of parts that are constructed later than the part that notifies them."""
+"""Notify parts that are constructed later than the part that notifies them."""
 
 from collections.abc import Callable
 

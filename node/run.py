@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
 
     `arguments` replace the arguments of the command line. `SettingsError` (exit code 2) and `NodeStartError` (its own
-    code) are printed. The code is 130 after Ctrl-C, or if the program was stopped before it left. Raise `SystemExit`
-    for invalid arguments.
+    code) are printed. The code is 130 after Ctrl-C, or if the program was stopped before it left the cluster. Raise
+    `SystemExit` for invalid arguments.
     """
     open_missing_streams()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # before any thread begins, which inherits the mask
@@ -280,7 +280,7 @@ def _on_lifeline(stop: asyncio.Event) -> None:
 
 
 class Announce:
-    """Callback of the agent that prints once that the node is ready: as JSON if `output` is `json`, else as text."""
+    """Callback of the agent that prints once that the node is ready, as JSON if `output` is `json`, else as text."""
 
     def __init__(self, output: str, identity: NodeIdentity) -> None:
         self._output = output
@@ -290,7 +290,7 @@ class Announce:
     def __call__(self, address: str) -> None:
         """Print once that the node is ready and linked to the coordinator at `address` (`host:port`).
 
-        An output that cannot be written is logged: the node serves without a reader of its output.
+        If the output cannot be written, log the error: the node also serves without a reader of its output.
         """
         if self._done:
             return

@@ -1,13 +1,13 @@
-"""Agent of a node: passes frames between coordinator and engine, and reports.
+"""Agent of a node: dispatches each frame of the coordinator to the part of the node that it concerns.
 
-Covers: the frames of the coordinator and which part of the node they concern. Does not cover: the connection
-(`link_keeper`), forwarding and requests (`links`), reports (`reporter`), the engine's process
-(`node.engine_process.supervisor`), limits and readings (`node.memory`), enrollment (`node.agent.enrollment`).
+Other modules keep the connection (`link_keeper`), forward the frames of requests (`links`), and send reports
+(`reporter`). `node.engine_process.supervisor` runs the engine's process, `node.memory` reads memory and sets limits,
+and `node.agent.enrollment` enrolls the machine.
 
 Rules
 - When a link ends, the agent cancels the requests that came over it.
-- Lost links unload no model.
-- A Mac that does not share (`node.sharing.policy`) refuses requests and commands for the engine. It still unloads
+- The loss of a link unloads no model.
+- A Mac that does not share (`node.sharing.policy`) refuses requests and commands for the engine. The Mac still unloads
   models and clears caches.
 """
 
@@ -87,9 +87,8 @@ class Agent:
     """Agent of this node: handles the frames of the coordinator, and starts and stops the links.
 
     `version` is the installed version of Macpool. `on_ready(address)` is called after each change of the link or the
-    engine while this node is linked and its engine is ready. The address (`host:port`) is the coordinator's.
-    `link_timeouts` are the timeouts of the links. Raise `OSError` or `ValueError` if the certificate or the CA of the
-    identity cannot be used.
+    engine while this node is linked and its engine is ready. `address` (`host:port`) is the coordinator's. The
+    constructor raises `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(
@@ -129,9 +128,8 @@ class Agent:
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:
         """Report draining, end the lease and the model orders, and wait at most `drain` seconds for running requests.
 
-        Then send a goodbye and close the links. Requests that still run then are cancelled. `reason` is sent in the
-        Goodbye: `stopping` or `leave`. The report comes first, because the end of a lease can take as long as
-        `worker.terminate_grace_seconds`.
+        Then send a Goodbye with `reason` (`stopping` or `leave`), close the links, and cancel requests that still run.
+        The report comes first, because the end of a lease can take `worker.terminate_grace_seconds`.
         """
         self._parts.reporter.report_draining()
         await self._parts.lease_manager.stop()
@@ -144,15 +142,17 @@ class Agent:
         self._keeper.fall_asleep(acknowledge)
 
     def wake_up(self, slept: float) -> None:
-        """Abort all links after `slept` seconds of sleep. Dial at once if `fall_asleep` was called before, else after
-        the usual delay."""
+        """Abort all links after `slept` seconds of sleep, and reconnect.
+
+        Dial at once if `fall_asleep` was called before the sleep, else after the delay of any lost link.
+        """
         self._keeper.wake_up(slept)
 
     def on_engine_change(self) -> None:
-        """Handle a new report or state of the engine: schedule a memory poll, and a report to the coordinator.
+        """Handle a new report or a new state of the engine: schedule a memory poll and a report to the coordinator.
 
-        Continue a lease or a quantization that waits for the engine. Call `on_ready` if the engine is ready and this
-        node is linked.
+        Resume a lease or a quantization that waits for the engine. Call `on_ready` if the engine is ready and this node
+        is linked.
         """
         self._parts.poll.poll_sooner()
         self._parts.lease_manager.on_engine_change()

@@ -14,7 +14,7 @@ from wire.codec import MAX_JOINED_FROM_NODE_BYTES
 from wire.link.endpoint import LinkEndpoint
 
 DIAL_TIMEOUT_SECONDS = 5.0
-"""Timeout in seconds of the TLS handshake. TCP connection and handshake together have twice as long."""
+"""Timeout of the TLS handshake in seconds. The TCP connection and the handshake together may take twice as long."""
 
 UNREACHED_ROUNDS = 3
 """Failed rounds of dialing, about 10 s, after which a warning names the cause."""
@@ -23,7 +23,7 @@ log = structlog.get_logger("node.agent.agent")
 
 
 class NotTheCoordinator(ConnectionError):
-    """Error: the remote end has no certificate of the coordinator of this cluster."""
+    """Raised if the certificate of the remote end is not that of this cluster's coordinator."""
 
 
 class CoordinatorLink(LinkEndpoint):
@@ -107,14 +107,17 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], Coor
 
 
 class DialFailures:
-    """Failed rounds of dialing since the last link, with the cause of the last one. One warning is logged."""
+    """Count of failed rounds of dialing since the last link; logs one warning with the cause of the last failure."""
 
     def __init__(self) -> None:
         self._rounds = 0
         self._last: dict[str, str] = {"error": "no address of the coordinator is known, and Bonjour found none"}
 
     def record(self, address: str, error: Exception) -> None:
-        """Log that an address (`host:port`) was not reached, with a hint (`explain_unreachable`), and remember it."""
+        """Log that an address (`host:port`) was not reached, and store the cause for the warning of `end_round`.
+
+        The log line has a hint with the next step if there is one (`explain_unreachable`).
+        """
         reason = getattr(error, "verify_message", "") or str(error) or type(error).__name__
         self._last = {"address": address, "error": f"{reason}{explain_unreachable(error)}"}
         log.info("dial failed", **self._last)

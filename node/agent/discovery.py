@@ -32,9 +32,9 @@ RESOLVE_TIMEOUT_MS = 3000
 SETTLE_SECONDS = 1.5
 """Seconds to wait for more records after the first.
 
-Two clusters on one LAN must both be found. A false announcement of our cluster's id must not hide the coordinator that
-can prove the id. A responder sends a record at most once a second (RFC 6762, section 6). The answer of a responder that
-has just announced itself therefore comes a second later.
+Two clusters on one LAN must both be found, and a false announcement of a cluster's id must not hide the real
+coordinator. A responder sends a record at most once a second (RFC 6762, section 6). The answer of a responder that has
+just announced itself therefore comes a second later.
 """
 MAX_RECORDS = 64
 """Maximum number of services that a search returns, and of records that are resolved at the same time."""
@@ -69,12 +69,12 @@ class DiscoveredService:
 async def find_services(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
-    """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record. Return the
-    services sorted by name; none if multicast is not possible.
+    """Search the LAN by Bonjour, and return the services found, sorted by name; none if multicast is not possible.
 
-    `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
-    cluster. `interfaces` are the addresses of this machine to search from; None for all. The search uses IPv6 addresses
-    only if all are.
+    The search ends after `seconds`, or `SETTLE_SECONDS` after the first record if that is earlier. `role` is `coord`
+    for coordinators, `new` for Macs that have not joined. A `cluster` id limits the search to one cluster. `interfaces`
+    are the addresses of this machine to search from; None for all. IPv6 addresses are used only if there is no IPv4
+    address among them.
     """
     where = list(interfaces) if interfaces is not None else list_addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]
@@ -122,7 +122,7 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Wait until `SETTLE_SECONDS` seconds after the first record, at most `seconds`."""
+        """Wait until `SETTLE_SECONDS` after the first record, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()
@@ -155,13 +155,13 @@ class _Search:
 async def locate_coordinator(
     identity: NodeIdentity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
-    """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
+    """Search for the coordinator of this node at its stored addresses and by Bonjour in parallel.
 
-    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Return
-    None as well, with a log line, if the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA
-    is no certificate.
+    Return the first address (`host:port`) at which a certificate proves the coordinator. Return None if there is none,
+    or, with a log line, if the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA is no
+    certificate.
 
-    Bonjour searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` the addresses of this
+    Bonjour searches for at most `seconds`. Addresses in `besides` are not tried. `interfaces` are the addresses of this
     machine to search from; None for all.
     """
 

@@ -20,11 +20,11 @@ UNREADABLE_SECONDS = 30.0
 
 
 class DiskMeter:
-    """Meter of the disk of a folder. `measure` returns the size and free bytes of the disk, and may block. `clock`
-    returns monotonic seconds.
+    """Meter of the size and the free bytes of a folder's disk, which never blocks its reader.
 
-    The construction waits at most `FIRST_SECONDS` for the first measurement. While a measurement blocks, no other one
-    begins.
+    `measure(folder)` may block and runs in a daemon thread; by default `measure_disk`. `clock()` returns monotonic
+    seconds. The constructor waits at most `FIRST_SECONDS` for the first measurement. While a measurement blocks, no
+    other one begins.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ log = structlog.get_logger("node.agent.enrollment")
 
 DEFAULT_PORT = 8081
 ANSWER_TIMEOUT_SECONDS = 10.0
-"""Timeout in seconds of the connection, and of an answer that needs no person. If a person must decide, it is added to
-the seconds that the person has."""
+"""Timeout of the connection, and of an answer that needs no person, in seconds. An answer that needs a person may take
+the time that the person has plus this timeout."""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
@@ -85,21 +85,25 @@ F = TypeVar("F", bound=Frame)
 
 
 class EnrollError(Exception):
-    """Error: joining failed. The text names the reason and the next step."""
+    """Raised if joining failed. The text names the reason and the next step."""
 
 
 class CoordinatorUnreachable(EnrollError):
-    """Error: the address did not answer, or not as a coordinator does."""
+    """Raised if nothing answers at the address, or if the answer is not that of a coordinator."""
 
 
 class PinMismatch(EnrollError):
-    """Error: the coordinator's CA is not the one in the token, or it changed between two connections. The cluster is
-    the wrong one, or an attacker is on the network."""
+    """Raised if the coordinator's CA is not the one in the token, or changed between two connections.
+
+    The cluster is the wrong one, or an attacker is on the network.
+    """
 
 
 class EnrollDenied(EnrollError):
-    """Error: the coordinator denied the enrollment. `reason`, `message`, `final` and `retry_after` (seconds) are the
-    fields of its `wire.frames.Denied`."""
+    """Raised if the coordinator denied the enrollment.
+
+    `reason`, `message`, `final` and `retry_after` (seconds) are the fields of its `wire.frames.Denied`.
+    """
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)
@@ -134,14 +138,14 @@ async def enroll(
     """Join the cluster whose coordinator listens at `url` (`host:port`). Store the new identity in `folder` and return
     it.
 
-    An identity in the folder, such as a clone's or a damaged one, is replaced after the coordinator has agreed. `name`
-    is the display name, `machine` the machine id. `on_code` is called only without a token, with the six digits to show
-    and the seconds that a person has. The call then waits until a person decides, or that time has passed. Any other
-    answer of the coordinator must come within `ANSWER_TIMEOUT_SECONDS`.
+    An identity in the folder, such as a cloned or a damaged one, is replaced after the coordinator has agreed. `name`
+    is the display name, `machine` the machine id. Without a token (None), a person must approve the node: `on_code` is
+    called with the six digits to show and the seconds that the person has. The call then waits until the person decides
+    or that time has passed. Any other answer of the coordinator must come within `ANSWER_TIMEOUT_SECONDS`.
 
-    Raise `EnrollError` for an invalid address, `CoordinatorUnreachable`, `PinMismatch`, `EnrollDenied` (with `reason`),
-    or `IdentityError` if the certificate received is not for this request. Raise `OSError` if the identity cannot be
-    written.
+    Raise `EnrollError` for an invalid address, `CoordinatorUnreachable` without an answer of a coordinator,
+    `PinMismatch` for a wrong CA, and `EnrollDenied` for a denial. Raise `IdentityError` if the certificate received is
+    not for this request, `OSError` if the identity cannot be written.
     """
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)
@@ -296,9 +300,9 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
 def explain_unreachable(error: Exception) -> str:
     """Return a hint with the next step for an error of a connection; empty for most errors.
 
-    Without the local-network permission on macOS 15 and later, all addresses of the LAN fail with EHOSTUNREACH. A
-    program that was started over SSH loses the permission when the session ends. With a wrong clock, here or at the
-    coordinator, its certificate is not yet valid or has expired.
+    Without the local-network permission on macOS 15 and later, connections to all addresses of the LAN fail with
+    EHOSTUNREACH. A program that was started over SSH loses the permission when the session ends. If the clock here or
+    at the coordinator is wrong, the coordinator's certificate seems not yet valid or expired.
 
     Source: https://github.com/NVIDIA/Personal-AI-Router/issues/3
     """

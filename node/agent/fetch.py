@@ -1,4 +1,4 @@
-"""Answers to the coordinator's fetch requests: log, measures, artifacts of video jobs."""
+"""Answer the coordinator's fetch requests with the node's log, its measurements, or artifacts of video jobs."""
 
 import os
 import time
@@ -30,10 +30,10 @@ class FetchAnswers:
         self._lease_manager = lease_manager
 
     def answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
-        """Answer a fetch request on its link, with an error chunk if this node cannot provide the object.
+        """Send the answer to a fetch request on its link; an error chunk if this node cannot provide the object.
 
-        The requested window of a log or an artifact is read while it is sent behind other frames (`read_chunks`). A
-        read error ends the window with an error chunk. Measurements are sent whole.
+        The requested window of a log or an artifact is sent in the background, and read while it is sent
+        (`read_chunks`). Measurements are sent at once, in one chunk.
         """
         if request.source == "logs":
             link.send_background(read_chunks(request, self._log_file, lines=True))
@@ -74,8 +74,9 @@ def read_chunks(request: FetchRequest, path: Path, *, lines: bool = False) -> It
     error chunk.
 
     The offset and the limit of the request are in bytes. A negative offset counts from the end; with `lines`, such a
-    window begins with a whole line. With an offset beyond the end of a log that was rotated, the window has the rest of
-    the rotated file. Otherwise such a window starts at 0.
+    window begins with a whole line. If the offset is beyond the end of the file, the window starts at 0. With `lines`,
+    it is instead the rest of the rotated file, if the log was rotated since the offset was valid.
+
     The last chunk has `end`, the offset in bytes after the window, and `next`, the same offset if the file has more
     bytes, else 0. After the rest of a rotated file, `end` is 0.
     """

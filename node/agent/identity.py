@@ -35,11 +35,11 @@ log = structlog.get_logger("node.agent.identity")
 
 
 class IdentityError(Exception):
-    """Error: the stored identity, or a received certificate, cannot be used. The text names the reason."""
+    """Raised if the stored identity, or a received certificate, cannot be used. The text names the reason."""
 
 
 class IdentityMismatch(IdentityError):
-    """Error: the stored identity belongs to another machine."""
+    """Raised if the stored identity belongs to another machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ def new_request(name: str) -> CertificateRequest:
 
 
 def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
-    """Return the certificate (DER) stored in a folder, and a signature of `csr` (DER) by its key, to join again.
+    """Return the stored certificate (DER) of a former member, and a signature of `csr` (DER) by its key.
 
-    Both are empty if the folder has no readable certificate and key.
+    With both, the machine joins again. Both are empty if `folder` has no readable certificate and key.
     """
     try:
         pem = (folder / "node.pem").read_bytes()
@@ -196,10 +196,9 @@ def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the stored address of a superseded coordinator. Return the new identity, or the same one if the address is
-    not stored.
+    """Remove the stored address (`host:port`) of a superseded coordinator. Return the new identity.
 
-    Raise `OSError` if the identity cannot be written.
+    Return `identity` itself if the address is not stored. Raise `OSError` if the identity cannot be written.
     """
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
@@ -210,8 +209,8 @@ def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
     """Store the generation of a proven coordinator and its seal, if the generation is higher than the stored one.
 
-    Return the new identity, or the same one if nothing changed. If the identity cannot be written, as on a full disk,
-    the new one has the generation all the same. A log line names the error, and the next call tries to store again.
+    Return the new identity, or `identity` itself if nothing changed. If the identity cannot be written, as on a full
+    disk, the new identity still has the generation. A log line names the error, and the next call tries to store it.
     """
     if generation > identity.generation:
         identity = replace(identity, generation=generation, seal=seal, is_generation_stored=False)

@@ -1,7 +1,7 @@
-"""Keeper of the connection to the coordinator: dials, watches for silence, sleeps, renews the certificate, stops.
+"""Keeper of the connection to the coordinator: dials, detects silence, handles sleep and stop, renews the certificate.
 
-The rules are in `link_state`, as data. This module dials the latest remembered address. If that fails, `discovery`
-checks the other remembered addresses and searches by Bonjour for the cluster's id. A coordinator with a lower
+The rules are in `link_state`, as data. This module dials the latest stored address. If that fails, `discovery` checks
+the other stored addresses and searches by Bonjour for the cluster's id. A coordinator with a lower
 generation than an earlier one is superseded: the keeper closes its link, and avoids its address for a while. With a
 renewed certificate the keeper opens a second link, which replaces the first once the coordinator has accepted it.
 """
@@ -59,10 +59,9 @@ class LinkTimeouts:
 
 
 class ExpelledError(Exception):
-    """Error of `LinkKeeper.run`: the coordinator denied this node for good. The text names the reason and the next
-    step.
+    """Raised by `LinkKeeper.run` if the coordinator denied this node for good.
 
-    `reason` is the machine-readable reason.
+    The text names the reason and the next step. `reason` is machine-readable.
     """
 
     def __init__(self, denied: Denied) -> None:
@@ -73,9 +72,9 @@ class ExpelledError(Exception):
 class LinkKeeper:
     """Keeper of the links of this node.
 
-    `version` is the installed version of Macpool. `receive(link, tag, body)` gets each frame of the coordinator, with
-    the tag of its type. `cancel(request)` ends the request with this number, whose link was lost. Raise `OSError` or
-    `ValueError` if the certificate or the CA of the identity cannot be used.
+    `version` is the installed version of Macpool. `receive(link, tag, body)` is called for each frame of the
+    coordinator, `cancel(number)` for each open request of a lost link. The constructor raises `OSError` or `ValueError`
+    if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class LinkKeeper:
     # connecting
 
     def _apply(self, event: link_state.Event) -> None:
-        """Apply an event to the state machine, and let `run` see the new state. An illegal event changes nothing."""
+        """Apply an event to the state machine, and wake up `run`. An illegal event is counted and changes nothing."""
         try:
             self._life = link_state.step(self._life, event)
         except link_state.IllegalEventError as error:

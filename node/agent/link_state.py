@@ -1,7 +1,7 @@
 """State machine of the node's connection to the coordinator, as data: events in, the next state out. Pure.
 
-Covers: when to dial and how long to wait before, sleep, denial, stop. Does not cover: addresses and certificates
-(`link_keeper`), requests on links (`links`).
+The machine decides when to dial and how long to wait before that, also around sleep, denial and stop. It knows no
+addresses and certificates (`link_keeper`), and no requests on links (`links`).
 
     dialing ─(opened)─► connected ─(welcome)─► linked ─(closed)─► waiting ─(delay over)─► dialing
        └─(no coordinator found)─► waiting      └──────(closed)──────▲
@@ -135,8 +135,8 @@ TABLE: Mapping[type, Mapping[LinkState, frozenset[LinkState]]] = {
 }
 """For each event: the states in which it is legal, and the states that may follow.
 
-Dialing, waiting and watching a connection take time. The machine may sleep, be denied or stop meanwhile. The end of
-such a task is then legal and changes nothing.
+While a task dials, waits or watches a connection, the machine may fall asleep, be denied or stop. The event of the end
+of such a task is then legal and changes nothing.
 """
 
 

@@ -17,7 +17,7 @@ from wire.refusals import FailureCode
 
 
 class CoordinatorLinks:
-    """Open links, the current one among them, and the open requests of each."""
+    """Open links to the coordinator, with the open requests of each. At most one of them is the current link."""
 
     def __init__(self) -> None:
         self._links: set[CoordinatorLink] = set()
@@ -33,8 +33,10 @@ class CoordinatorLinks:
 
     @property
     def watched(self) -> CoordinatorLink | None:
-        """Link that is ended if the coordinator sends nothing for too long: the current link, else the newest open one.
-        None without an open link."""
+        """Link to watch for silence of the coordinator: the current link if it is open, else the newest link if open.
+
+        None if neither is open.
+        """
         candidates = (self._current, self._newest)
         return next((link for link in candidates if link is not None and link in self._links and link.open), None)
 
@@ -90,10 +92,9 @@ class CoordinatorLinks:
             link.abort(reason)
 
     def cancel(self, request: int) -> None:
-        """Remove a request that the coordinator cancelled, and close its link if it is an older one without further
-        requests.
+        """Remove a request that the coordinator cancelled. Close its link if that is not current and has no requests.
 
-        Nothing is sent. An unknown request is ignored.
+        No frame is sent. An unknown request is ignored.
         """
         for link in tuple(self._links):
             if request in link.requests:
@@ -113,12 +114,11 @@ class CoordinatorLinks:
                 self._end(link, request)
 
     def forward_from_engine(self, tag: int, encoded: bytes, request: int) -> None:
-        """Forward an encoded frame of the engine to the link of its request, and `Deltas` to the links of their
-        requests.
+        """Send an encoded frame of the engine on the link of its request, and `Deltas` on the links of their requests.
 
-        `tag` is the tag of the frame. An `Admitted` frame is not urgent and is sent together with the next frame. The
-        last frame of a request ends it, and closes an older link without further requests. Frames of requests that are
-        cancelled, or whose link was lost, are discarded.
+        `tag` is the tag of the frame, `request` the number of its request. An `Admitted` frame is not urgent and is
+        sent together with the next frame. `Finished`, `Refusal` and `Failed` end the request, and close a replaced link
+        without further requests. Frames of requests that are cancelled, or whose link was lost, are discarded.
         """
         kind = TAGS.get(tag)
         if kind is Deltas:

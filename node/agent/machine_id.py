@@ -1,10 +1,10 @@
 """Machine id: a hash by which a node detects that its identity was copied to another machine.
 
-macOS: IOPlatformUUID (unverified on macOS). `ioreg` can fail on a Mac that has just started. There is no substitute,
-because a node with another id would be refused as a copy.
+On macOS the id is a hash of IOPlatformUUID (unverified on macOS). `ioreg` can fail on a Mac that has just started.
+There is no substitute, because a node with another id would be refused as a copy.
 
-Linux: /etc/machine-id or D-Bus's copy. A cloned disk has the same files, so that only a copied state folder is
-detected. Without either file, the id follows from the MAC address.
+On Linux the id is a hash of /etc/machine-id or of D-Bus's copy. A cloned disk has the same files, so that only a copied
+state folder is detected. Without either file, the MAC address is hashed.
 """
 
 import hashlib

@@ -1,9 +1,9 @@
 """Decide whether `cluster join` or `cluster leave` uses the identity that a node already has.
 
-Without a token the identity is used, or its error is reported. With a token, a person wants this machine in that
-cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
-identity of another cluster is not replaced, because that cluster would lose the node without a goodbye. A node that was
-removed while it runs does not join again with the token of its first join.
+Without a token the identity is used, or its error is reported. With a token, an identity that is copied, damaged, or
+denied by the coordinator at the first frame is replaced. An identity of another cluster is not replaced, because that
+cluster would lose the node without a goodbye. A node that was removed while it runs does not join again with the token
+of its first join.
 """
 
 import hashlib
@@ -24,15 +24,15 @@ log = structlog.get_logger("node.agent.rejoin")
 
 
 class OtherClusterError(Exception):
-    """Error: this machine is a node of another cluster than the one to join."""
+    """Raised if this machine is already a node of another cluster than the one to join."""
 
 
 def load_known_identity(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
-    """Return the identity in a folder to use; None if a new one must be created. `machine` is the machine id.
+    """Return the identity stored in a folder; None if the machine must join first. `machine` is the machine id.
 
-    An unusable identity is ignored with a log line if there is a token to join again. Without a token, raise the
-    `IdentityError` that explains why it is unusable. Raise `OtherClusterError` if the identity belongs to another
-    cluster than the token.
+    With a token, an unusable identity is ignored with a log line. Without a token, raise the `IdentityError` that
+    explains why the identity is unusable. Raise `OtherClusterError` if the identity belongs to another cluster than the
+    token.
     """
     try:
         identity = load_identity(folder, machine)

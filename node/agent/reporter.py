@@ -26,7 +26,7 @@ from wire.report import Hardware, Memory
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2
-"""Minimum seconds from a report to the next one that a change causes. A change of the models is reported at once."""
+"""Minimum seconds between a report and the next report of a change. A change of the models is reported at once."""
 
 log = structlog.get_logger("node.agent.agent")
 
@@ -105,11 +105,11 @@ class Reporter:
         self._next_report.set(loop.time() + due)
 
     def send_soon(self) -> None:
-        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
+        """Schedule a report if a value that concerns the coordinator has changed. Generated tokens cause no report.
 
-        The report is sent at least `MIN_REPORT_GAP_SECONDS` after the last one. After a change of the models, such as a
-        load, the report is sent now. The engine reports such a change before it answers, and the coordinator must know
-        the models when it gets the answer. Do nothing without a link.
+        The report is sent at least `MIN_REPORT_GAP_SECONDS` after the last one. A change of the models, such as a load,
+        is reported now. The coordinator must know the models before it gets the engine's answer to the command. Do
+        nothing without a link.
         """
         if self._links.current is None or self._last_report_key == self._compute_report_key():
             return
@@ -120,15 +120,16 @@ class Reporter:
             self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
     def answer_ping(self, nonce: int) -> None:
-        """Repeat the nonce of a ping in the following reports. Report now if the last report is older than half of
-        `report_idle_seconds`.
+        """Store the nonce of a ping, which all later reports repeat.
+
+        Send a report now if the last one is older than half of `report_idle_seconds`.
         """
         self._ping = nonce
         if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle_seconds / 2:
             self.send()
 
     def report_draining(self) -> None:
-        """Send a report that this node drains, and state that in all later reports."""
+        """Report now, and in all later reports, that this node drains."""
         self._draining = True
         self.send()
 

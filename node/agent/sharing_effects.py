@@ -1,4 +1,4 @@
-"""Effects of the sharing rule on a node: end of requests and leases, release of memory, report."""
+"""Apply the sharing rule to a node: end requests and leases, release memory, and notify of the decision."""
 
 from collections.abc import Callable
 
@@ -35,7 +35,7 @@ class SharingEffects:
         """Notifies after each changed decision."""
 
     def read_occupancy(self) -> Occupancy:
-        """Return the present use of this node: open requests, leased memory, and whether the engine rests."""
+        """Return the current use of this node: open requests, leased memory, and whether the engine rests."""
         leased = self._lease_manager.holding or self._quantizer.holding
         return Occupancy(self._links.open_requests, leased, self._supervisor.resting)
 
@@ -50,9 +50,11 @@ class SharingEffects:
         self.changed.notify()
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
-        """Run an action of the sharing rule. `sharing` has the reason.
+        """Perform an action of the sharing rule. `sharing.why` is the reason given to clients and jobs.
 
-        `END_REQUESTS` ends all open requests. The coordinator may resume them on another node later.
+        `END_REQUESTS` fails all open requests with `node_stopping`; the coordinator may resume them on another node.
+        `END_LEASE` ends the lease of a video job or a quantization. `REST` releases the memory of the engine, and
+        `WAKE` allows model loads again.
         """
         match act:
             case SharingAction.END_REQUESTS:

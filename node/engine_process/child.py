@@ -1,7 +1,7 @@
-"""One engine process: its start, its socket, its pings and its end.
+"""Start one engine process, exchange frames and pings with it over its socket, and end it.
 
-The child ends when the agent's end of its socket closes. No engine therefore survives the agent, however the agent
-ends.
+The child ends when the agent's end of the socket closes. No engine therefore survives the agent, even after a crash of
+the agent.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, encode
 from wire.frames import Ping, Pong, StopEngine
 
 EXIT_AFTER_CLOSE_SECONDS = 2.0
-"""Seconds that a process has to exit after its socket has closed. Then the agent ends the process."""
+"""Seconds that a process has to exit after it has closed its socket. After that, the agent ends the process."""
 
 log = structlog.get_logger("supervise")
 _NO_PONG = Pong(0)
@@ -136,7 +136,7 @@ class EngineChild(asyncio.Protocol):
             self.write(encode(Ping(self.nonce)))
 
     def store_pong(self, pong: Pong, now: float) -> None:
-        """Store a pong that arrived at `now` as the answer to the pending ping. The nonce is not compared."""
+        """Store a pong that arrived at `now` as the answer to the pending ping, without a comparison of the nonces."""
         self.pinged, self.pong, self.ponged = None, pong, now
 
     def measure_silence(self, now: float) -> float:
@@ -144,15 +144,18 @@ class EngineChild(asyncio.Protocol):
         return 0.0 if self.pinged is None else now - self.pinged
 
     def compute_call_deadline(self, factor: float) -> float:
-        """Return the monotonic time from which the native call in progress exceeds `factor` times its expected
-        duration, by the last pong; 0 without a call."""
+        """Return the time at which the native call in progress will have taken `factor` times its expected duration.
+
+        The time is in monotonic seconds, computed from the last pong; 0 if that names no call.
+        """
         return self.ponged - self.pong.busy + factor * self.pong.expected if self.pong.expected else 0.0
 
     def end(self, urgency: ExitUrgency, timeouts: SupervisorTimeouts, cause: str) -> None:
         """Ask the process to end, and start a task that sends signals later. Do not wait for the end.
 
-        If the child was asked to end before, only an earlier SIGKILL replaces the running task. `cause` is the reason
-        for the log.
+        `urgency` decides the timeouts of the signals (`SupervisorTimeouts.choose_exit_timeouts`). If the child was
+        asked to end before, a new task replaces the running one only if its SIGKILL is earlier. `cause` is the reason
+        in the log.
         """
         now = time.monotonic()
         busy = self.pong.busy + (now - self.ponged) if self.pong.busy else 0.0
@@ -194,10 +197,9 @@ class EngineChild(asyncio.Protocol):
         return self.process.returncode is not None
 
     def release(self, *, hung: bool) -> CrashRecord | None:
-        """Close the resources of an ended child. Return the native call in which the child died; None if there was
-        none.
+        """Close the resources of an ended child. Return the native call in which the child died; None for no call.
 
-        `hung` states whether the agent ended the child because it hung.
+        `hung` is whether the agent ended the child because the child hung.
         """
         if self.exit_task is not None:
             self.exit_task.cancel()
@@ -217,9 +219,9 @@ async def start_child(
 ) -> EngineChild:
     """Start an engine process and connect its socket. The caller must send settings to the child before other frames.
 
-    `wired` holds the wired memory of the system before the start. `on_frame` and `on_fault` are described at
-    `EngineChild`. Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot
-    be started. After a failure or a cancellation, neither a process nor a file descriptor remains.
+    `wired` has the wired memory of the system before the start. `EngineChild` describes `on_frame` and `on_fault`.
+    Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot be started.
+    After a failure or a cancellation, neither a process nor a file descriptor remains.
     """
     own_end, child_end = socket.socketpair()
     errors, page = -1, crash_recorder.create_page()

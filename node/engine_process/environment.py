@@ -1,8 +1,8 @@
-"""Environment variables of an engine process.
+"""Build the environment variables of an engine process.
 
-On Linux malloc is set to return free memory at once. By default the footprint of an idle engine stays up to 50 MB too
-high, and the gate refuses requests that fit. OpenBLAS replaces the reference BLAS of MLX, which is 26 times slower in
-fp32. Kernels that MLX compiles are stored in a folder of the node.
+On Linux, malloc is set to return free memory at once. By default, the footprint of an idle engine stays up to 50 MB too
+high, and the gate refuses requests that would fit. On Linux, OpenBLAS also replaces the reference BLAS of MLX, which is
+26 times slower in fp32. Temporary files, such as kernels that MLX compiles, are stored in a folder of the node.
 """
 
 import os

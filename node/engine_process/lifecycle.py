@@ -1,8 +1,8 @@
 """State machine of the engine process, as data: events in, actions out. The supervisor performs the actions. Pure.
 
-Covers: stages, restarts and their delay, readiness, replacement of a healthy child, rest, models to load again.
-Does not cover: the process and its signals (`child`), open requests (`open_requests`), leaked wired memory
-(`wired_check`), models that crash the engine (`quarantine`).
+The machine decides about stages, restarts and their delay, readiness, replacement of a healthy child, rest, and models
+to load again. Other modules have the process and its signals (`child`), open requests (`open_requests`), leaked wired
+memory (`wired_check`), and models that crash the engine (`quarantine`).
 
     starting ─(report with limits in force)─► ready ─(exit)─► restarting ─► starting …
         └──────────────────┬────────────────────┘                └─(longest delay)─► failed ─► starting …
@@ -12,7 +12,7 @@ Does not cover: the process and its signals (`child`), open requests (`open_requ
 Invariants
 - A child gets requests only between its first report with limits in force and the first request to end it.
 - A later event does not make a child end more slowly; the supervisor keeps the earlier deadline.
-- A replaced child counts as no failure: it delays no restart.
+- The replacement of a healthy child is no failure, and its successor starts without a delay.
 - While the engine rests (`EngineLife.resting`), because this Mac does not share, a new child loads no model.
 """
 
@@ -164,7 +164,7 @@ class LeaksExceeded:
 
 @dataclass(frozen=True, slots=True)
 class RestRequested:
-    """Event: this Mac stops sharing, and the engine must release all its memory."""
+    """Event: this Mac has stopped sharing, and the engine must release all its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,7 @@ def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrge
 
 
 def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
-    """Return the refusal of a request that the engine cannot accept now: it is not ready, or reads no requests."""
+    """Return the refusal of a request, because the engine is not ready or does not read its requests."""
     ended = f", it ended: {life.cause}" if life.cause else ""
     cause = ", but does not read its requests: retry" if (life.child or ChildLife()).ready else ended
     wait = timeouts.compute_restart_delay(max(1, life.failures)) + 1.0
@@ -389,7 +389,7 @@ def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
 
 
 def make_report_event(report: EngineReport, *, busy: bool) -> ChildReported:
-    """Return the event of a report. `busy`: a request is open, running or waiting."""
+    """Convert a report of the engine to its event. `busy` is whether a request is open, running or waiting."""
     return ChildReported(
         armed=report.memory.cap > 0,  # a report before the limits arrived has no cap, and its gate is closed
         loaded=frozenset(model.name for model in report.models if model.loaded),

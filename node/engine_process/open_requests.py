@@ -1,4 +1,4 @@
-"""Requests that were sent to the engine process and have not ended."""
+"""Track the requests that were sent to the engine process and have not ended."""
 
 import asyncio
 import struct
@@ -23,10 +23,10 @@ _HEADER = struct.Struct(">IB")
 
 
 class OpenRequests:
-    """Open requests of the engine, and the frames about them on their way to the coordinator.
+    """Set of the engine's open requests, and forwarder of the frames about them to the coordinator.
 
-    `on_frame(tag, encoded, request)` gets each frame as whole encoded bytes. `request` is 0 for Deltas, which concern
-    many requests.
+    `on_frame(tag, encoded, request)` is called for each frame, with its encoded bytes including the header. `request`
+    is 0 for Deltas, which concern many requests.
     """
 
     def __init__(self, on_frame: Callable[[int, bytes, int], None]) -> None:
@@ -67,7 +67,7 @@ class OpenRequests:
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
 
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
-        """Forward a frame of the engine about one request. A frame of `ENDS` removes the request from `numbers`.
+        """Forward a frame of type `kind` about one request. A frame of `ENDS` removes the request from `numbers`.
 
         Raise `WireError` if the body does not begin with the number of a request.
         """
@@ -79,9 +79,9 @@ class OpenRequests:
     def fail_all(self, cause: str, record: CrashRecord | None, *, stopping: bool) -> None:
         """End every open request by a `Failed` frame, because the engine has ended. Log the numbers of the requests.
 
-        `record` is the native call in which the engine died; None if it was in none. The request of that call may be
-        the cause and gets `ENGINE_CRASHED`, except in a decode step, which holds the rows of many requests. Every other
-        request gets `ENGINE_LOST`. If `stopping`, the agent stops and every request gets `NODE_STOPPING`.
+        `record` is the native call in which the engine died; None for no call. The request of that call may be the
+        cause and gets `ENGINE_CRASHED`, except for a decode step, which has rows of many requests. Every other request
+        gets `ENGINE_LOST`. If the agent stops (`stopping`), every request gets `NODE_STOPPING`. `cause` is the message.
         """
         numbers, self._open = sorted(self._open), set()
         failing = record.request if record is not None and record.doing is not NativeCallKind.DECODE else 0

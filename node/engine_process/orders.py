@@ -1,4 +1,4 @@
-"""Orders of the agent about the engine's memory, and the reports that confirm them."""
+"""Send the agent's orders about the engine's memory, and store the reports that confirm these orders."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from wire.frames import EngineReport, MemoryLimits, ReclaimMemory, ReduceMemory
 
 
 class EngineReports:
-    """Latest report of the current child, and its time of arrival."""
+    """Store of the latest report of the current child, with its time of arrival."""
 
     def __init__(self) -> None:
         self._latest: EngineReport | None = None
@@ -65,7 +65,7 @@ class EngineOrders:
     def set_limits(self, limits: MemoryLimits) -> int:
         """Send limits to the current child and to all later children. Return their sequence number.
 
-        When `EngineReports.limits_number` has reached that number, the engine applies these limits.
+        The limits are in force once `EngineReports.limits_number` has reached that number.
         """
         self._limits_number += 1
         self._limits = replace(limits, number=self._limits_number)
@@ -84,8 +84,8 @@ class EngineOrders:
     def free_memory(self, size: int) -> int:
         """Ask the current child to free reclaimable memory until `size` bytes fit. Do nothing without a child.
 
-        Return the sequence number of the order. `EngineReports.freed_order` reaches it when the order is done, and
-        never if the child ends before that.
+        Return the sequence number of the order. `EngineReports.freed_order` reaches this number once the order is
+        done. If the child ends earlier, `freed_order` never reaches it.
         """
         self._free_orders += 1
         self._write(encode(ReclaimMemory(self._free_orders, size)))

@@ -1,4 +1,4 @@
-"""Readings of the current engine process: footprint, high-water marks, and the running native call."""
+"""Read footprint, high-water marks and the running native call of the current engine process."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from node.memory.reading import HighWaterMarks, MemoryReading
 
 
 class EngineProbe:
-    """Readings of the current child. `child()` returns the current child; None while none runs."""
+    """Reader of the current child's state. `child()` returns the current child; None while no child runs."""
 
     def __init__(self, child: Callable[[], EngineChild | None], timeouts: SupervisorTimeouts) -> None:
         self._child = child
@@ -17,18 +17,21 @@ class EngineProbe:
 
     @property
     def call_until(self) -> float:
-        """Monotonic time in seconds at which the native call in progress exceeds `SupervisorTimeouts.turn_factor` times
-        its expected duration, by the last pong; 0 without a call."""
+        """Monotonic time in seconds until which the native call in progress may run.
+
+        A call may take `SupervisorTimeouts.turn_factor` times its expected duration. The value is computed from the
+        last pong; 0 if that names no call.
+        """
         child = self._child()
         return 0.0 if child is None else child.compute_call_deadline(self._timeouts.turn_factor)
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Read the kernel's high-water marks of the child's footprint; unknown without a child."""
+        """Read the kernel's high-water marks of the child's footprint. Without a child, all values are None."""
         child = self._child()
         return HighWaterMarks() if child is None else child.sensor.read_high_water_marks()
 
     def read_footprint(self) -> MemoryReading:
-        """Read the footprint of the child now; unknown without a child."""
+        """Read the footprint of the child now. Without a child, the reading has no value."""
         child = self._child()
         return MemoryReading(None, "no engine", time.monotonic()) if child is None else child.sensor.read_footprint()
 

@@ -24,9 +24,10 @@ class Quarantine:
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
     def record_crash(self, model: str, now: float) -> bool:
-        """Record a crash in a native call of a model; return whether this crash begins or extends a quarantine.
+        """Record a crash in a native call of a model. Return whether this crash begins or extends a quarantine.
 
-        The count then begins at 0 again. Below `MAX_CRASHES` return False, also during an earlier quarantine.
+        That is the case at `MAX_CRASHES` crashes within `WINDOW_SECONDS`, and the crashes are then counted from 0
+        again. A single crash during a quarantine does not extend it.
         """
         recent = [when for when in self._deaths.get(model, []) if now - when < WINDOW_SECONDS]
         self._deaths[model] = [*recent, now]
@@ -37,9 +38,9 @@ class Quarantine:
         return True
 
     def describe_crash(self, call: str, model: str, now: float) -> str:
-        """Record a crash, which may quarantine the model (`record_crash`). Return the text to append to its cause.
+        """Record a crash, which may quarantine the model (`record_crash`). Return a description of the crash.
 
-        `call` is the kind of native call, `now` the monotonic time.
+        The caller appends the description to the cause of the end. `call` is the kind of native call.
         """
         text = f"; it was in the {call} of {model}"
         if self.record_crash(model, now):

@@ -1,16 +1,14 @@
 """Supervisor of the engine process: starts, watches, ends and restarts one child.
 
 The engine is a child process because its fatal error (Metal out of memory) cannot be caught. When the child dies, each
-open request ends in `Failed`. If the agent stops, every request gets `node_stopping`. Otherwise, the request of the
-running native call gets `engine_crashed`, because it may be the cause; a decode step names no request. All other
-requests get `engine_lost`. A new child loads one by one the models of its predecessor, except quarantined models. While
-the engine rests, it loads none.
+open request ends in `Failed` (codes: `OpenRequests.fail_all`). A new child loads the models of its predecessor one by
+one, except quarantined models. While the engine rests, a new child loads no model.
 
 The rules are in `lifecycle`, as data: stages, restarts, replacement of a healthy child, rest. This module reads clocks,
 sockets and the process, passes events to the rules, and performs their actions.
 
-A child counts as hung in two cases, by the limits in `timeouts`. It answers pings, and one native call, tokenization or
-iteration takes far longer than expected. Or it answers no ping.
+By the limits in `timeouts`, a child counts as hung if it answers no ping. A child that answers pings counts as hung if
+one native call, tokenization or iteration takes far longer than expected.
 
 After each end of a child, unless the agent stops, `wired_check` compares the wired memory of the machine with its value
 before the start. After the second leak no engine is started until the memory has returned.
@@ -80,10 +78,10 @@ _BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, Co
 class Supervisor:
     """Supervisor of the engine process. Call every method on the loop that called `start`.
 
-    `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes. `request` is 0 for
-    Deltas, which concern many requests. `on_change()` is called after a new report and after each change of the state.
-    `wired()` returns the wired bytes of the system, None if they cannot be read. `scratch` is the folder for temporary
-    files of the engine, `command` starts the engine.
+    `on_frame(tag, encoded, request)` is called for every frame for the coordinator, with its encoded bytes including
+    the header. `request` is 0 for Deltas, which concern many requests. `on_change()` is called after each report and
+    each change of the state. `wired()` returns the wired bytes of the system; None if they cannot be read. `log_file`
+    receives the standard error of the engine, `scratch` is the folder for its temporary files, `command` starts it.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class Supervisor:
 
     @property
     def live(self) -> frozenset[int]:
-        """Numbers of the requests that were sent to the engine and have neither ended nor been cancelled."""
+        """Numbers of the open requests: sent to the engine, and neither ended nor cancelled."""
         return self._requests.numbers
 
     @property
@@ -178,7 +176,7 @@ class Supervisor:
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """End the child within `SupervisorTimeouts.stopping` seconds, start no other. Open requests end in `Failed`."""
+        """End the child within `SupervisorTimeouts.stopping` seconds, and start no other. Fail all open requests."""
         self._stopping.set()
         if self._task is not None:
             self._apply(lifecycle.StopRequested())
@@ -203,12 +201,12 @@ class Supervisor:
             child.write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child, if any, because it exceeds cap − leases. Another one starts as after a crash."""
+        """End the current child, if any, because it exceeds cap − leases. Another child starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
     def release_memory(self) -> None:
-        """Release all memory of the engine, and load no models without a request until `wake`.
+        """Release all memory of the engine. Until `wake`, a new child preloads and restores no models.
 
         A child that has loaded a model, or has models to load, is replaced by one without models. Its requests fail.
         """

@@ -5,7 +5,8 @@ restarts (docs/decisions/0018):
 
     StopEngine ─(rest of the native call, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
 
-A hung child gets SIGTERM at once, because it will not react to `StopEngine`. Above the cap each wait is `over`.
+A hung child gets SIGTERM at once, because it does not react to `StopEngine`. For a child above the cap, both waits are
+`over`.
 """
 
 from dataclasses import dataclass
@@ -61,14 +62,17 @@ class SupervisorTimeouts:
     silence: float = 30.0
     """Time without an answer to a ping after which the child counts as hung."""
     leave: float = 6.0
-    """Time to release the memory and end: 1 s above `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
+    """Time that an engine has to release its memory and exit: 1 s above
+    `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
     over: float = 1.0
     """Time from `StopEngine` to SIGTERM, and the same time again to SIGKILL, for an engine above cap − leases. It
     includes the rest of a native call in progress."""
     stopping: float = 15.0
-    """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
+    """Time to end the engine while the agent stops. A service manager gives the agent 45 s to stop, of which running
+    requests may use 20 s."""
     settle: float = 10.0
-    """Time for the system to count the pages of an ended process as free; oMLX#2184: "within seconds" for 424 GiB."""
+    """Maximum time until the system counts the pages of an ended process as free. oMLX#2184: "within seconds" for
+    424 GiB."""
     look: float = 0.25
     """Interval of the wired-memory readings during `settle`."""
 
@@ -81,15 +85,16 @@ class SupervisorTimeouts:
         return busy > self._compute_longest_call(expected)
 
     def compute_seconds_until_hung(self, busy: float, expected: float) -> float:
-        """Return the seconds until a native call that has lasted `busy` of `expected` seconds counts as hung; 0 if
-        hung."""
+        """Return the seconds until a native call that has lasted `busy` of `expected` seconds counts as hung.
+
+        Return 0 for a call that counts as hung already.
+        """
         return max(0.0, self._compute_longest_call(expected) - busy)
 
     def choose_exit_timeouts(self, urgency: ExitUrgency, busy: float, expected: float) -> ExitTimeouts:
-        """Return the seconds that a child has to end before SIGTERM, and then before SIGKILL, if its native call has
-        lasted `busy` of `expected` seconds.
+        """Return the seconds that a child has to end before SIGTERM, and then before SIGKILL.
 
-        Without a call, `busy` and `expected` are 0.
+        Its native call has lasted `busy` of `expected` seconds; both are 0 without a call.
         """
         match urgency:
             case ExitUrgency.UNRESPONSIVE:

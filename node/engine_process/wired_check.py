@@ -16,9 +16,9 @@ from wire.frames import EngineReport
 from wire.units import show_size
 
 MAX_WIRED_LEAKS = 2
-"""Number of ends whose leaked wired memory has not returned, from which on no engine is started.
+"""Number of leaks whose wired memory has not returned, at which no further engine is started.
 
-Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
+Each new engine would have less memory than its predecessor, and end the same way. oMLX#2184 logged 233 starts, two
 minutes apart.
 """
 
@@ -26,7 +26,7 @@ log = structlog.get_logger("supervise")
 
 
 class WiredCheck:
-    """Wired memory that ended engine processes left behind and that has not returned.
+    """Checker for wired memory that ended engine processes left behind and that has not returned.
 
     `read_wired()` returns the wired bytes of the system, None if they cannot be read. `stopping` is set when the agent
     stops.
@@ -66,10 +66,10 @@ class WiredCheck:
         self._leaks.update(now)
 
     async def compare(self, wired: WiredReadings) -> bool:
-        """Return whether an ended engine leaked wired memory, which has not returned within `settle` seconds.
+        """Return whether an ended engine leaked wired memory that has not returned after `settle` seconds.
 
         `WiredReadings.compute_leaked_bytes` has the thresholds. Return False as soon as the memory has returned or the
-        agent stops. A leak is counted and logged.
+        agent stops. Count and log a leak.
         """
         deadline = time.monotonic() + self._timeouts.settle
         while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:

@@ -1,9 +1,9 @@
-"""Report of the node's side of this machine as JSON, without any change: `python -m node.inspect.report`.
+"""Print a read-only report about this machine as a node, as JSON: `python -m node.inspect.report`.
 
 `cluster doctor` and `cluster config` start this program, because the coordinator's package does not import the node's
 settings, identity and memory. If a node runs in the state folder, the report uses the settings of that node. Otherwise
-the report uses the settings with which a node would start. The report contains no secret: of the identity only the
-public content of its certificate.
+the report uses the settings with which a node would start. The report contains no secret. Of the identity, it has only
+the public content of the certificate.
 """
 
 import argparse
@@ -95,9 +95,10 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
 
 
 def report_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
-    """Return the settings of the running node (`settings`), and all that a restart with this file changes (`drift`).
+    """Return the settings of the running node (`settings`), and those that a restart would change (`drift`).
 
-    `drift` is empty if the file cannot be read or is invalid.
+    `now` are the settings of the running node, `file` is the TOML file that a restart would read. `drift` is empty if
+    the file cannot be read or is invalid.
     """
     rows = build_setting_rows(now)
     try:
@@ -147,7 +148,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
 
 
 def convert_to_dict(struct: Any) -> dict[str, Any]:
-    """Return a msgspec struct as a dictionary, also one that is encoded as an array."""
+    """Return the fields of a msgspec struct as a dictionary, even if the struct is encoded as an array."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
@@ -213,11 +214,11 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
 
 
 def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
-    """Connect to `host:port`, verify the coordinator by the cluster's CA, and close without sending a frame.
+    """Connect to `address` (`host:port`), verify the coordinator by the cluster's CA, and close. No frame is sent.
 
-    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: none), and `error`. `proven` is
-    whether the certificate is the coordinator's, and `expires` its expiry in Unix seconds. Values are None if they are
-    unknown. Errors of the connection are not raised.
+    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: no error), and `error`, a text.
+    `proven` is whether the certificate is the coordinator's, and `expires` its expiry in Unix seconds. Unknown values
+    are None. Errors of the connection are not raised.
     """
     report: dict[str, Any] = {
         "address": address,

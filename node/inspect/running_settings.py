@@ -1,9 +1,9 @@
 """Publish the settings of a running node in a file, and read them for `node.inspect.report`.
 
-Flags and the environment of a process are known only to the process. A report from files alone would describe another
+Only the process itself knows its flags and its environment. A report from files alone could describe another
 configuration than the running one. The node therefore writes its non-default settings with their origins to
-STATE/node/running.json. The file has mode 0600, although no setting of a node is a secret. The node removes the file
-when it stops. A file that a killed node left, or a copy, is detected by the lock of the node, which no process holds.
+STATE/node/running.json (mode 0600), and removes the file when it stops. A file that a killed node left behind, or a
+copy, is detected because no process holds the lock of the node.
 """
 
 import fcntl
@@ -29,9 +29,9 @@ class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @contextmanager
 def publish_settings(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
-    """Publish the settings of the node with this process id in its folder (STATE/node) while the block runs.
+    """Publish the settings of the node with process id `pid` in its folder (STATE/node) while the block runs.
 
-    After a write error, such as a full disk, the settings are not published, and the node runs.
+    A write error, such as a full disk, is ignored: the node then runs without published settings.
     """
     set_here = {
         str(row["key"]): (row["value"], str(row["origin"]))

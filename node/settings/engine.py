@@ -14,7 +14,7 @@ from wire.models.kind import ModelKind
 Size = str | int
 """Size as a person writes it: bytes as a number, a text such as "96GiB", or a word such as `AUTO`."""
 AUTO: Final = "auto"
-"""Value of a setting that the node decides."""
+"""Value of a setting whose effective value the node chooses."""
 
 
 class MemorySettings(Section, frozen=True):
@@ -348,7 +348,7 @@ class ModelSettings(Section, frozen=True):
     def get_kinds(self) -> Mapping[str, ModelKind]:
         """Return the kind of each model in the setting `kinds`, by name of the model.
 
-        Raise `ValueError` for an unknown kind. In an entry without `=`, all of it is the kind, and the name is empty.
+        Raise `ValueError` for an unknown kind. An entry without `=` is a kind for the empty name.
         """
         parts = (entry.rpartition("=") for entry in self.kinds)
         return {name: ModelKind(kind) for name, _, kind in parts}

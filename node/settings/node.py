@@ -1,6 +1,6 @@
 """All settings of a node, and the checks that types cannot express.
 
-`resolve_settings` refuses an impossible value and names its key, before any process is started.
+`resolve_settings` raises an error with the key for an invalid value, before any process is started.
 """
 
 import re
@@ -77,7 +77,7 @@ _FORMS: dict[str, tuple[Callable[[str], object], str]] = {
 def resolve_settings(
     layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()
 ) -> ResolvedSettings[NodeSettings]:
-    """Merge layers to the settings of a node, set the tier of an explicit cap, and check all values.
+    """Merge layers of values into the settings of a node, set the tier of an explicit cap, and check all values.
 
     `layers` are pairs of origin and values by key, lowest precedence first. `others` are sections to skip. Raise
     `SettingsError` with the key for an unknown key or an invalid value.
@@ -182,8 +182,10 @@ def _get_value(settings: NodeSettings, key: str) -> object:
 
 
 def choose_node_name(settings: NodeSettings, host: str) -> str:
-    """Return the display name of the node: the setting `node.name`, else the host name without unsafe characters, else
-    `node`. `host` is the host name."""
+    """Return the display name of the node: the setting `node.name`, or else the host name, or else `node`.
+
+    `host` is the host name. Its unsafe characters are replaced by hyphens.
+    """
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")
