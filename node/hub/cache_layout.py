@@ -1,4 +1,4 @@
-"""Folder of one repository in the Hugging Face cache: its paths, its lock, its links and references.
+"""Manage the folder of one repository in the Hugging Face cache: paths, lock, links and references.
 
 The layout is that of `huggingface_hub`: `models--P--N/blobs/ETAG`, links `snapshots/COMMIT/PATH` to the blobs, and
 `refs/NAME` with a commit. Other tools use the same cache.
@@ -29,8 +29,8 @@ _NEW_SUFFIX = ".macpool-new"
 LOCK_NAME = "macpool.lock"
 LOCK_POLL_SECONDS = 0.05
 LOCK_TIMEOUT_SECONDS = 3.0
-"""Maximum seconds to wait for the lock of a repository. A cancelled download releases it within this time. A mirror
-holds it for an instant, to find out whether a download runs."""
+"""Maximum seconds to wait for the lock of a repository. A cancelled download releases the lock within this time. A
+mirror holds the lock for an instant, to find out whether a download runs."""
 
 
 class RepositoryFolder:
@@ -46,7 +46,7 @@ class RepositoryFolder:
         self.refs = self.root / "refs"
 
     def get_blob(self, etag: str) -> Path:
-        """Return the path of the complete file with this ETag."""
+        """Return the path of the blob with this ETag: a complete and verified file."""
         return self.blobs / etag
 
     def get_part(self, etag: str) -> Path:
@@ -58,7 +58,7 @@ class RepositoryFolder:
         return self.blobs / f"{etag}{JOURNAL_SUFFIX}"
 
     def get_snapshot(self, commit: str) -> Path:
-        """Return the folder of the links of a commit."""
+        """Return the folder with the links to the files of a commit (40 hex digits)."""
         return self.snapshots / commit
 
     @property
@@ -95,10 +95,10 @@ class RepositoryFolder:
 
     @contextmanager
     def lock(self) -> Generator[None]:
-        """Hold the lock of the repository while the context is open. Wait up to `LOCK_TIMEOUT_SECONDS` for the lock.
+        """Hold the lock of the repository while the block runs. Wait up to `LOCK_TIMEOUT_SECONDS` for the lock.
 
-        Raise `ModelFileError` (`in_use`) if another process still holds the lock then, `OSError` if the lock file
-        cannot be opened.
+        The wait blocks the thread. Raise `ModelFileError` (`in_use`) if another process holds the lock for longer,
+        `OSError` if the lock file cannot be opened.
         """
         clock = threading.Event()
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
@@ -114,7 +114,7 @@ class RepositoryFolder:
             os.close(descriptor)
 
     def is_locked(self) -> bool:
-        """Return whether the lock is held now. If it is free, take it for an instant.
+        """Return whether a process holds the lock now. The check takes a free lock for an instant.
 
         Raise `OSError` if the lock file cannot be opened.
         """
@@ -137,7 +137,7 @@ class RepositoryFolder:
         return descriptor
 
     def create_snapshot(self, manifest: ModelManifest) -> None:
-        """Create the links of a commit. The caller must have verified every file. Replace existing entries one by one.
+        """Create the links of a commit, and replace existing ones. The caller must have verified every file.
 
         Raise `ModelFileError` if a folder below the snapshot is a link or a file, `OSError` on failure.
         """
@@ -153,7 +153,7 @@ class RepositoryFolder:
             _replace_link(folder / parts[-1], target)
 
     def write_references(self, commit: str, names: tuple[str, ...]) -> None:
-        """Write `refs/NAME` for each name, atomically.
+        """Write `refs/NAME` with a commit for each of the branches or tags in `names`, each file atomically.
 
         Raise `ModelFileError` if a folder below `refs` is a link or a file, `OSError` on failure.
         """
@@ -169,7 +169,7 @@ class RepositoryFolder:
             new.replace(folder / parts[-1])
 
     def remove_parts(self) -> None:
-        """Remove partial files of this program, also those of abandoned downloads. Files of other tools stay.
+        """Remove the partial files of Macpool, including those of abandoned downloads. Files of other tools stay.
 
         Raise `OSError` on failure.
         """

@@ -1,8 +1,8 @@
-"""Messages between the agent and its children for model files: one JSON document a line.
+"""Messages between the agent and its child processes for model files: one JSON document per line.
 
-The first line of the standard input is the order. The end of the standard input ends the child, because the agent has
-ended. Each line of the standard output is a `ChildProgress`, the last one a `ChildEnd`. Access tokens of sources are in
-the order only, because other processes can read the arguments of a process.
+The first line of the standard input is the order. A child ends at the end of its standard input, because the agent has
+ended. Each line of the standard output is a `ChildProgress`, and the last line a `ChildEnd`. Access tokens are passed
+in the order and not in arguments, because other processes can read the arguments of a process.
 """
 
 import os
@@ -47,7 +47,7 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     manifest: ModelManifest
     """Files to download."""
     sources: tuple[ModelSource, ...]
-    """Sources of the files; the first that is not lost is used."""
+    """Sources of the files in order of preference. The download uses the first source that is not lost."""
     hub: str
     """Folder of the Hugging Face cache."""
     digests: str
@@ -104,7 +104,7 @@ class QuantizeOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):
-    """Progress of an order. Fields have the meanings and the units of those in `ModelOrderProgress`."""
+    """Progress of an order. `ModelOrderProgress` describes the fields."""
 
     phase: str
     done: int = 0
@@ -117,7 +117,7 @@ class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", o
 
 
 class ChildEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end", omit_defaults=True):
-    """End of an order. Fields have the meanings and the units of those in `ModelOrderEnded`."""
+    """End of an order. `ModelOrderEnded` describes the fields."""
 
     code: str
     message: str = ""
@@ -133,13 +133,16 @@ ChildMessage = ChildProgress | ChildEnd
 
 
 class ChildChannel:
-    """Standard input and output of a child. `stop` is set when the agent has ended, or on SIGTERM."""
+    """Child's end of the messages: its standard input and output.
+
+    The event `stop` is set when the agent has ended or no longer reads, and on SIGTERM after `stop_on_sigterm`.
+    """
 
     def __init__(self) -> None:
         self.stop = threading.Event()
 
     def read_order(self, kind: type[T]) -> T:
-        """Read the order. Raise `msgspec.DecodeError` if it is invalid."""
+        """Read the order, of type `kind`, from the standard input. Raise `msgspec.DecodeError` for an invalid line."""
         return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
     def stop_on_sigterm(self) -> None:
@@ -150,7 +153,7 @@ class ChildChannel:
         self.stop.set()
 
     def watch_agent(self, on_end: Callable[[], object]) -> None:
-        """Call `on_end` in a thread when the standard input ends, then set `stop`."""
+        """Start a thread that waits for the end of the standard input, then calls `on_end` and sets `stop`."""
         threading.Thread(target=self._watch, args=(on_end,), daemon=True).start()
 
     def _watch(self, on_end: Callable[[], object]) -> None:
@@ -171,10 +174,10 @@ class ChildChannel:
 def perform_order(
     kind: type[T], work: Callable[[T, ChildChannel], ChildEnd], on_agent_end: Callable[[T], object] = lambda order: None
 ) -> NoReturn:
-    """Perform the order of the standard input, send its end, and end the process.
+    """Read an order of type `kind`, perform it with `work`, send the end that `work` returns, and exit with code 0.
 
-    An unreadable order ends as `invalid` with exit code 2. Threads that still work end with the process. `on_agent_end`
-    is called with the order, in a thread, when the agent has ended.
+    For an unreadable order, send the end `invalid` and exit with code 2. Threads that still work end with the process.
+    `on_agent_end` is called with the order, in a thread, when the agent has ended.
     """
     channel = ChildChannel()
     channel.stop_on_sigterm()
@@ -189,5 +192,5 @@ def perform_order(
 
 
 def build_end(code: ModelOrderCode, message: str = "") -> ChildEnd:
-    """Return the end of an order with `code` and `message`; all other fields have their defaults."""
+    """Return an end of an order with this code and message, and default values in all other fields."""
     return ChildEnd(code=code, message=message)

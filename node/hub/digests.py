@@ -1,8 +1,8 @@
-"""SHA-256 of model files, stored by path, size, time of change and inode, and the content hash of a model.
+"""Compute and store the SHA-256 digests of model files, and compute the content hash of a model.
 
-The store is one private JSON file of this node. Child processes write it, the agent reads it. An entry is valid as long
-as size, time of change and inode of its file are the same. The content hash of a model is the SHA-256 over path and
-SHA-256 of each file that changes answers: `IDENTITY_FILES` and all safetensors files.
+The store is one private JSON file of this node. Child processes write the store, and the agent reads it. An entry is
+valid as long as size, time of change and inode of its file are unchanged. The content hash of a model is the SHA-256
+over path and SHA-256 of each file that changes answers: `IDENTITY_FILES` and all safetensors files.
 """
 
 import errno
@@ -40,8 +40,10 @@ _FileState = tuple[int, int, int]
 
 
 class ContentHasher:
-    """Hash of a file's content, as its bytes arrive in order: SHA-256, and the SHA-1 of git if the manifest has no
-    other digest."""
+    """Incremental hash of a file's content: SHA-256, and git's SHA-1 if the manifest has no SHA-256 of the file.
+
+    `update` must get all bytes in order.
+    """
 
     def __init__(self, file: ModelFile) -> None:
         self._expected = file.etag
@@ -49,29 +51,28 @@ class ContentHasher:
         self._git = None if file.sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
 
     def update(self, data: bytes) -> None:
-        """Add the next bytes."""
+        """Add the next bytes of the file."""
         self._sha256.update(data)
         if self._git is not None:
             self._git.update(data)
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the bytes that were added, as hex digits."""
+        """SHA-256 of the added bytes, as hex digits."""
         return self._sha256.hexdigest()
 
     @property
     def digest(self) -> str:
-        """Digest of the bytes that were added, as hex digits: the SHA-1 of git if the manifest has no other digest,
-        else the SHA-256."""
+        """Digest of the added bytes to compare with the manifest, as hex digits: SHA-256, or else git's SHA-1."""
         return self.sha256 if self._git is None else self._git.hexdigest()
 
     def is_expected(self) -> bool:
-        """Return whether the bytes that were added have the digest of the manifest."""
+        """Return whether the added bytes have the digest that the manifest names."""
         return self.digest == self._expected
 
 
 class DigestStoreError(ModelFileError):
-    """Error: the digest store `file` cannot be written because of `error`. The code is `disk_full` or `failed`."""
+    """Raised if the digest store cannot be written. The code is `disk_full` or `failed`."""
 
     def __init__(self, file: Path, error: OSError) -> None:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -89,8 +90,10 @@ class DigestStore:
         self._digests: Mapping[str, FileDigest] = {}
 
     def find(self, path: Path) -> str:
-        """Return the stored SHA-256 of a file, as hex digits. Return an empty text if none is stored, or if the file
-        has changed since or is missing."""
+        """Return the stored SHA-256 of a file, as hex digits.
+
+        Return an empty text if none is stored, or if the file is missing or has changed since then.
+        """
         self._refresh()
         digest = self._digests.get(os.path.realpath(path))
         if digest is None or _read_state(path) != (digest.size, digest.mtime_ns, digest.inode):
@@ -98,8 +101,10 @@ class DigestStore:
         return digest.sha256
 
     def add(self, digests: Mapping[Path, FileDigest]) -> None:
-        """Add or replace the entries of these files, and remove entries of files that are missing. Wait until no other
-        process writes. Raise `DigestStoreError` on failure."""
+        """Add or replace the entries of these files, and remove entries of files that are missing.
+
+        Block while another process writes the store. Raise `DigestStoreError` on failure.
+        """
         try:
             self._add(digests)
         except OSError as error:
@@ -128,8 +133,10 @@ class DigestStore:
 
 
 def list_content_files(folder: Path) -> list[str]:
-    """Return the sorted paths, below a model folder, of the files that change answers. Leave out files that are not
-    accessible. Raise `OSError` if the folder cannot be listed, except for a missing permission."""
+    """Return the sorted paths of the files below a model folder that change answers.
+
+    Files without access are left out. Raise `OSError` if the folder cannot be listed, except for a missing permission.
+    """
     named = {name for name in IDENTITY_FILES if os.path.exists(folder / name)}
     return sorted(named | {file.name for file in list_visible_files(folder, "*.safetensors")})
 
@@ -153,16 +160,18 @@ def compute_content(digests: Mapping[str, str]) -> str:
 
 
 def record_digest(path: Path, sha256: str) -> FileDigest:
-    """Return the entry of a file with its known SHA-256 (hex digits) and its current size, time of change and inode.
-    Raise `OSError` if the file is missing."""
+    """Return the store entry of a file with its current size, time of change and inode.
+
+    `sha256` (hex digits) must be the digest of its content. Raise `OSError` if the file is missing.
+    """
     stat = path.stat()
     return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256)
 
 
 def hash_file(path: Path, add: Callable[[bytes], object]) -> FileDigest | None:
-    """Read a file and return its entry; call `add` with each block. Return None if the file changed meanwhile.
+    """Read a file and return its store entry; None if the file changed meanwhile.
 
-    Raise `OSError` if the file cannot be read.
+    `add` is called with each block. Raise `OSError` if the file cannot be read.
     """
     sha256 = hashlib.sha256()
     before = _read_state(path)

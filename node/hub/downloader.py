@@ -1,7 +1,8 @@
 """Child process that downloads the files of a manifest into the Hugging Face cache: `python -m node.hub.downloader`.
 
-The order is a line of the standard input (`DownloadOrder`). The snapshot and its references appear only after every
-file is verified. Received pieces stay on the disk after any end but success, and the next download continues there.
+The process reads its order (`DownloadOrder`) from the standard input. It creates the snapshot and the references only
+after every file is verified. After a failure or a cancel, received pieces stay on the disk, and the next download
+continues there.
 """
 
 import errno
@@ -26,7 +27,7 @@ SPEED_SECONDS = 5.0
 
 
 class Download:
-    """One download, from the check of the present files to the references."""
+    """Download of one order: checks files on the disk, fetches missing ones, creates the snapshot and references."""
 
     def __init__(self, order: DownloadOrder, channel: ChildChannel) -> None:
         self._order = order
@@ -152,7 +153,7 @@ class Download:
 
 
 def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
-    """Download the files of a model by an order. Return the end of the order, also after a cancel or a fault."""
+    """Perform a download order. Return its end, also after a cancel or a fault."""
     download = Download(order, channel)
     try:
         content = download.run()
@@ -170,7 +171,7 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
 def main() -> None:
     """Read an order from standard input, download the model, send the end of the order, and end the process.
 
-    The exit code is 0, also after a failed download, or 2 if the order cannot be read.
+    The exit code is 0, also after a failed download, and 2 if the order cannot be read.
     """
     perform_order(DownloadOrder, run_download)
 

@@ -1,12 +1,13 @@
-"""Errors that end an order about model files, with the `ModelOrderCode` that the node reports."""
+"""Errors that end an order about model files, and the errors for refusals of the hub."""
 
 from wire.frames.model_files import ModelOrderCode
 
 
 class ModelFileError(Exception):
-    """Error that ends an order about model files. The text is one sentence with the next step, without secrets.
+    """Raised to end an order about model files. The text is one sentence with the next step, without secrets.
 
-    `retry_after` is the minimum number of seconds before the next try; 0 if unknown.
+    `code` is the `ModelOrderCode` that the node reports. `retry_after` is the minimum number of seconds before the next
+    try; 0 if unknown.
     """
 
     def __init__(self, code: ModelOrderCode, message: str, retry_after: float = 0.0) -> None:

@@ -1,7 +1,7 @@
-"""Hashing of model files while the node is idle, so that copies of a model can be compared by content.
+"""Hash model files while the node is idle, so that copies of a model can be compared by content.
 
-Pulled models are hashed as they arrive. This module hashes every other copy once, by a child process of low priority
-that ends as soon as the node has work.
+The downloader hashes pulled models as they arrive. This module hashes every other copy once, in a child process of low
+priority that ends as soon as the node has work.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from wire.units import MIB
 
 CHECK_INTERVAL_SECONDS = 5.0
 MIN_IDLE_CHECKS = 12
-"""Checks in a row that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
+"""Consecutive checks that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
 NEXT_SEARCH_CHECKS = 108
-"""Idle checks (nine minutes) before the next `MIN_IDLE_CHECKS`, after a failure or if nothing is to be hashed. A busy
-node ends this wait."""
+"""Idle checks before the next `MIN_IDLE_CHECKS` begin, after a failure or if no model is left to hash: nine minutes.
+A check that finds the node busy ends this wait."""
 MAX_BYTES_PER_SECOND = 500 * MIB
 _OTHER_CAUSES = frozenset({ModelOrderCode.DISK_FULL, ModelOrderCode.INTERRUPTED})
 """Ends that say nothing about the files: the disk of the digests is full, or a signal ended the child."""
@@ -40,8 +40,9 @@ log = structlog.get_logger("node.hub.idle_hasher")
 class IdleHasher:
     """Hasher of the models of this node whose content hash is unknown, one at a time, while the node is idle.
 
-    `state` is the folder of the node's state. `is_busy()` returns whether the node has work. `on_change()` is called
-    when a model was hashed. `interval` is the time between two checks in seconds.
+    `state` is the folder of the node's state, which has the digest store. `is_busy()` returns whether the node has
+    work. `on_change()` is called when a model was hashed. `environment` are the variables that locate the Hugging Face
+    cache. `interval` is the time between two checks in seconds.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class IdleHasher:
     def find_unhashed(self) -> Path | None:
         """Return the folder of a model whose files are not all hashed; None if there is none.
 
-        Folders whose files could not be hashed before are left out until their files change, as when they are still
-        being copied. Folders without safetensors files are left out as well. Raise `OSError` if a folder becomes
+        The search skips folders without safetensors files, and folders whose files could not be hashed before and have
+        not changed since. Such files may still be in the process of being copied. Raise `OSError` if a folder becomes
         unreadable during the search.
         """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
@@ -114,8 +115,7 @@ class IdleHasher:
         return not find_content(folder, self._store) and self._failed.get(folder) != _read_state(folder)
 
     async def _hash(self, folder: Path) -> bool:
-        """Hash a model, until the node has work. Return False if the model could not be hashed; True also if the node
-        had work."""
+        """Hash a model, and cancel the hashing when the node has work. Return False only if the hashing failed."""
         order = VerifyOrder(
             folder=str(folder), digests=str(self._store_file), max_bytes_per_second=MAX_BYTES_PER_SECOND
         )

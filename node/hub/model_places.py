@@ -1,10 +1,10 @@
-"""Places of models on the disk of this node, by the names of the catalogue, and the removal of a model.
+"""Find the files of a model on the disk of this node by the model's name in the catalogue, and delete them.
 
 Rules
 - Only a model below a model folder of the settings, or in the Hugging Face cache, is removed.
 - A link is never followed: a model whose folder, or a folder above it, is a link is refused.
-- The file by which the catalogue finds a model in a model folder is deleted last. After an interruption the rest is
-  therefore still found, and can be removed again.
+- The file by which the catalogue finds a model in a model folder is deleted last. After an interruption, the catalogue
+  therefore still finds the rest, and the removal can be repeated.
 """
 
 import os
@@ -29,7 +29,7 @@ class ModelPlace:
     name: str
     """Name of the model in the catalogue."""
     folder: Path
-    """Folder with its files; for a model of the cache without a snapshot, the folder of its repository."""
+    """Folder with the files of the model; for a model of the cache without a snapshot, the folder of its repository."""
     root: Path
     """Model folder of the settings, or the Hugging Face cache."""
     repository: RepositoryFolder | None = None
@@ -37,10 +37,10 @@ class ModelPlace:
 
 
 def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, str]) -> ModelPlace:
-    """Return the place of a model: the first one with this name, in the order of the catalogue.
+    """Return the place of the first model with this name, in the order of the catalogue.
 
-    A repository of the cache is also found without a complete snapshot. Raise `ModelFileError` if this node has no such
-    model, or only the embedded one.
+    `environment` are the variables that locate the Hugging Face cache. A repository of the cache is also found without
+    a complete snapshot. Raise `ModelFileError` if this node has no such model, or if the model is the embedded one.
     """
     place = find_in_model_folders(settings, name)
     if place is not None:
@@ -69,12 +69,10 @@ def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | No
 
 
 def remove_model(place: ModelPlace) -> int:
-    """Delete a model, with all revisions if it is in the cache, and return the freed bytes.
+    """Delete a model, with all its revisions if it is in the cache. Return the freed bytes of disk.
 
-    Files with a hard link elsewhere free no bytes.
-
-    Raise `ModelFileError` for a link, for a model folder of the settings itself, and for a repository that another
-    process works on. Raise `OSError` if a file cannot be deleted.
+    Files with a hard link elsewhere free no bytes. Raise `ModelFileError` for a link, for a model folder of the
+    settings itself, and for a repository whose lock another process holds. Raise `OSError` if a file cannot be deleted.
     """
     if place.repository is not None:
         return _remove_repository(place.repository)

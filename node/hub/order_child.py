@@ -1,7 +1,7 @@
-"""Child process that performs one order about model files, as the agent sees it.
+"""Run a child process that performs one order about model files, on the side of the agent.
 
-The order goes to the child's standard input, which stays open: the child ends when the agent ends. The child's standard
-error goes to the log of the agent, only if the child fails, without secrets.
+The agent writes the order to the child's standard input, which stays open, so that the child ends when the agent ends.
+If the child fails, the agent logs the end of its standard error, without secrets.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ from wire.frames.model_files import ModelOrderCode
 MAX_LINE_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 4096
 NICENESS = 10
-"""Niceness of a child, or that of the agent if that is higher: requests on the same machine come first."""
+"""Minimum niceness of a child, because requests on the same machine have priority. A higher niceness of the agent is
+kept."""
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_TIMEOUT_SECONDS = 5.0
@@ -34,7 +35,11 @@ log = structlog.get_logger("node.hub.order_child")
 
 
 class OrderChild:
-    """Child process of one order. `module` is run with Python, `order` is its message."""
+    """Child process of one order.
+
+    `module` is the Python module that the child runs, `order` the message on its standard input. `on_progress` is
+    called with each progress message of the child.
+    """
 
     def __init__(self, module: str, order: msgspec.Struct, on_progress: Callable[[ChildProgress], None]) -> None:
         self._module = module
@@ -55,9 +60,9 @@ class OrderChild:
     async def run(self) -> ChildEnd:
         """Run the child and return the end of its order.
 
-        If the child reports no end, the end is `cancelled` after `cancel`, and `interrupted` if a signal ended the
-        child. Otherwise the end is `failed`, also if the child cannot be started. There is no time limit. If this call
-        is cancelled, the child is killed.
+        If the child reports no end, the end is `cancelled` after `cancel`, `interrupted` if a signal ended the child,
+        and `failed` otherwise. The end is also `failed` if the child cannot be started. There is no time limit. If this
+        call is cancelled, the child is killed.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -97,10 +102,10 @@ class OrderChild:
                 self._killer.cancel()
 
     def cancel(self) -> None:
-        """Send SIGTERM to the child, and SIGKILL after `TERMINATE_TIMEOUT_SECONDS`. If the child has not started yet,
-        send SIGTERM when it starts.
+        """Send SIGTERM to the child, and SIGKILL after `TERMINATE_TIMEOUT_SECONDS`. `run` then returns `cancelled`.
 
-        `run` returns `cancelled`, unless the child reports another end.
+        If the child has not started yet, send SIGTERM at its start. If the child reports another end, `run` returns
+        that end.
         """
         self._cancelled = True
         if self._process is not None and self._killer is None:

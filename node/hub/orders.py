@@ -1,12 +1,12 @@
 """Orders of the coordinator about model files on this node: pull, serve, verify, remove, quantize, cancel.
 
 Rules
-- Each order has one end, which is sent as `ModelOrderEnded` unless the node stops. An end for which there is no link is
-  sent on the next link. An end that was sent less than `RESEND_SECONDS` before a new link is sent again on that link.
-  At most `MAX_ENDS` ends are kept for that.
-- A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
-  restart of the coordinator. The same holds for the quantization to the same result. No order attaches to a cancelled
-  one.
+- Each order has one end, which the node sends as `ModelOrderEnded` unless the node stops. Without a link, the node
+  sends the end on the next link. An end that was sent less than `RESEND_SECONDS` before a new link is sent again on
+  that link. At most `MAX_ENDS` ends are kept for this purpose.
+- A pull or quantization continues without a link. A repeated order attaches to the running order with the same commit,
+  or the same result of a quantization. Such an order can come after a restart of the coordinator. No order attaches to
+  a cancelled one.
 - Only one order at a time changes the files of a repository.
 - A model that is loaded or being loaded is not removed.
 - Tokens go to a child on its standard input, and nowhere else.
@@ -61,7 +61,7 @@ from wire.models.files import SourceKind, find_manifest_fault
 MAX_ORDERS = 32
 """Maximum orders in progress. A further order ends at once as `in_use`."""
 RESEND_SECONDS = 30.0
-"""An end that was sent less than this many seconds ago is sent again on a new link: the former may have been dead."""
+"""Age in seconds below which an end is sent again on a new link, because the former link may have been dead already."""
 MAX_ENDS = 64
 """Maximum ends that are kept to send them again."""
 _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
@@ -82,10 +82,11 @@ class _Ending:
 
 
 class ModelFileOrders:
-    """Orders about model files of this node. Call all methods on the loop of the links.
+    """Handler of the coordinator's orders about model files. Call all methods on the loop of the links.
 
-    `state` is the folder of the node's state. `is_loaded` returns whether a model is loaded or being loaded.
-    `on_change()` is called when files or digests of a model have changed.
+    `state` is the folder of the node's state. `is_loaded(name)` returns whether a model is loaded or being loaded.
+    `on_change()` is called when files or digests of a model have changed. `environment` are the variables that locate
+    the Hugging Face cache.
     """
 
     def __init__(
@@ -118,10 +119,10 @@ class ModelFileOrders:
         self._stopping = False
 
     def handle(self, order: ModelOrder | CancelModelOrder, link: CoordinatorLink) -> None:
-        """Begin an order that came over `link`, attach it to a running one, or cancel one. The end is sent later.
+        """Start an order that came over `link`, attach it to a running order, or cancel an order.
 
-        The end of an impossible order is sent at once. A repeated order in progress is ignored, as is the cancel of an
-        unknown order.
+        The end is sent later; for an order that cannot be performed, at once. An order with a number in progress and
+        the cancel of an unknown order are ignored.
         """
         running = self._find(order.order)
         if isinstance(order, CancelModelOrder):
@@ -140,7 +141,7 @@ class ModelFileOrders:
         return bool(self._running)
 
     def resend_ends(self) -> None:
-        """Send ends again that the coordinator may have missed, on a new link."""
+        """Send the ends that the coordinator may have missed again, on the current link. Call it for each new link."""
         now, link = asyncio.get_running_loop().time(), self._links.current
         for ending in tuple(self._ends):
             missed = ending.link is None or (ending.link is not link and now - ending.sent_at < RESEND_SECONDS)
@@ -149,7 +150,7 @@ class ModelFileOrders:
                 self._send_frame(ending.frame)
 
     async def stop(self) -> None:
-        """Cancel all orders, wait for their ends without sending these, and refuse further orders.
+        """Cancel all orders, wait for their ends without sending them, and refuse further orders.
 
         A removal is not cancelled: it completes first. Processes that do not end are killed
         (`order_child.TERMINATE_TIMEOUT_SECONDS`).

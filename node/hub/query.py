@@ -1,8 +1,8 @@
 """Child process that looks up a repository on the hub: `python -m node.hub.query`.
 
-The standard input has one JSON document (`HubQuery`), the standard output gets `HubAnswer` or `HubRefusal`. Logs and
-texts of libraries go to the standard error. Nothing is written to the cache. Only this module imports the library of
-the hub, which reads the environment at import.
+The process reads one JSON document (`HubQuery`) from the standard input, and writes a `HubAnswer` or a `HubRefusal` to
+the standard output. Logs and texts of libraries go to the standard error. The process does not write to the Hugging
+Face cache. Only this module imports the library of the hub, which reads the environment at import.
 """
 
 import os
@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class RepositoryQuery:
-    """One query of the hub. No wait before a retry extends beyond `deadline` (monotonic seconds)."""
+    """One query of the hub. A retry whose wait would extend beyond `deadline` (monotonic seconds) is not made."""
 
     def __init__(self, query: HubQuery, deadline: float) -> None:
         self._query = query
@@ -71,7 +71,7 @@ class RepositoryQuery:
         self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
 
     def run(self) -> HubAnswer:
-        """Query the repository. Return the manifest, the description of the model and the files that are not pulled.
+        """Query the repository. Return its manifest, the predicted properties of its model, and the files not to pull.
 
         Raise `ModelFileError` if the repository cannot be pulled or the hub cannot be reached. Raise `OSError` for
         faults of this machine. Raise `ValueError` if the endpoint of the query is no address, or the weights of a Dense
@@ -219,9 +219,9 @@ def _build_file(sibling: Any) -> ModelFile:
 
 
 def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
-    """Query the hub for a repository. Return the answer, or the refusal after a failure or the query's timeout.
+    """Query the hub for a repository. Return the answer; a refusal after a failure or `HubQuery.timeout_seconds`.
 
-    After a timeout the thread of the query still runs: the process must end.
+    After the timeout, the process must end, because the thread of the query still runs.
     """
     answers = list[HubAnswer | HubRefusal]()
 
@@ -244,8 +244,8 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 def main() -> None:
     """Read a query from standard input, write the answer to standard output, and end the process.
 
-    The answer to an unreadable query, and after a failure or the query's timeout, is a `HubRefusal`. The exit code is
-    0.
+    The answer is a `HubRefusal` for an unreadable query, after a failure, and after the timeout of the query. The exit
+    code is 0.
     """
     os.environ.update(LIBRARY_ENVIRONMENT)
     output = os.fdopen(os.dup(1), "wb")

@@ -1,4 +1,4 @@
-"""Start of a connection that the coordinator joins with a connection of another node, for the files of a model."""
+"""Open connections that the coordinator joins with a connection of another node, to transfer the files of a model."""
 
 import socket
 import ssl
@@ -15,7 +15,7 @@ RECEIVE_BYTES = 4096
 
 
 class RelayRefusedError(ConnectionError):
-    """Error: the coordinator does not join the connection. `is_final` is whether every retry has the same result."""
+    """Raised if the coordinator does not join the connection. `is_final` is whether a retry has the same result."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
@@ -23,7 +23,7 @@ class RelayRefusedError(ConnectionError):
 
 
 class RelayAnswer:
-    """Parser of the bytes that a connection receives until it is joined."""
+    """Parser of the bytes that a connection receives from the coordinator until it is joined."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -48,13 +48,15 @@ class RelayAnswer:
 
 
 def build_join(cluster: ClusterFiles, token: str, *, serves: bool) -> bytes:
-    """Return the first bytes of a connection for the transfer with this token: a `JoinRelay` frame. `serves`: this node
-    serves the files, instead of receiving them."""
+    """Return the encoded `JoinRelay` frame that begins a connection for the transfer with this token.
+
+    `serves` is whether this node serves the files; otherwise it receives them.
+    """
     return encode(JoinRelay(PROTOCOL, cluster.node, cluster.machine, token, serves))
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `host:port`. Raise `ValueError` if it is another text."""
+    """Return host and port of `host:port`, without the brackets of an IPv6 host. Raise `ValueError` for other texts."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not host:port")
@@ -62,11 +64,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
-    """Return a connection through the coordinator to the node that serves. `timeout` limits each socket operation, in
-    seconds.
+    """Open a connection through the coordinator to the node that serves the transfer with this token, and return it.
 
-    Raise `OSError` (such as `RelayRefusedError` or `ssl.SSLError`) if the connection fails or is not joined. Raise
-    `ValueError` for an invalid address or certificate.
+    The call blocks; `timeout` limits each socket operation, in seconds. Raise `OSError` (such as `RelayRefusedError` or
+    `ssl.SSLError`) if the connection fails or is not joined. Raise `ValueError` for an invalid address or certificate.
     """
     context = NodeClientContext.create_for_coordinator(cluster)
     plain = socket.create_connection(split_address(cluster.coordinator), timeout)

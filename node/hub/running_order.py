@@ -1,4 +1,4 @@
-"""Order about model files that is in progress on this node: its numbers, its task and its process."""
+"""Track an order about model files that is in progress on this node: its numbers, its task and its process."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -36,19 +36,21 @@ class RunningOrder:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, work: Coroutine[object, object, None]) -> None:
-        """Perform the order in a task."""
+        """Start the task that performs the order."""
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def run_child(self, child: OrderChild) -> ChildEnd:
-        """Run the process of the order, and return its end (`OrderChild.run`). If the order is cancelled already, only
-        return `cancelled`."""
+        """Run the process of the order, and return its end (`OrderChild.run`).
+
+        If the order was cancelled before, return the end `cancelled` without starting the process.
+        """
         if self.cancelled:
             return build_end(ModelOrderCode.CANCELLED)
         self._child = child
         return await child.run()
 
     def cancel(self) -> None:
-        """Cancel the order: its process gets SIGTERM, and SIGKILL later, or is not started. Its end is not awaited.
+        """Cancel the order: end its process (`OrderChild.cancel`), or prevent its start. Do not wait for the end.
 
         A removal has no process and continues.
         """
@@ -57,6 +59,6 @@ class RunningOrder:
             self._child.cancel()
 
     async def wait_end(self) -> None:
-        """Wait for the end of the order, without a time limit. A cancellation ends only the wait."""
+        """Wait for the end of the order, without a time limit. A cancellation of this call does not end the order."""
         if self._task is not None:
             await asyncio.wait((self._task,))

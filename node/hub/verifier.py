@@ -1,9 +1,8 @@
 """Child process that hashes and verifies the files of a model: `python -m node.hub.verifier`.
 
-The order is a line of the standard input (`VerifyOrder`). The digests are stored for the agent (`node.hub.digests`).
-In the Hugging Face cache, each digest is compared with the name of the blob. If one differs, the order ends as
-`content_mismatch`.
-The process runs with low priority, and reads at most `max_bytes_per_second`.
+The process reads its order (`VerifyOrder`) from the standard input, and stores the digests for the agent
+(`node.hub.digests`). In the Hugging Face cache, each digest is compared with the name of the blob. If one differs, the
+order ends as `content_mismatch`. The process runs with low priority, and reads at most `max_bytes_per_second`.
 """
 
 import hashlib
@@ -19,12 +18,12 @@ from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
 MAX_GIT_BYTES = 64 * 1024 * 1024
-"""Maximum bytes of a file whose git digest is checked: larger files of the hub have a SHA-256."""
+"""Maximum bytes of a file whose git digest is checked. Larger files of the hub have a SHA-256."""
 _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 class Verification:
-    """Verification of one model folder: its files are hashed, and compared with the names of the hub's blobs."""
+    """Verification of one model folder: hashes its files, and compares the digests with the names of blobs."""
 
     def __init__(self, order: VerifyOrder, channel: ChildChannel) -> None:
         self._order = order
@@ -38,8 +37,9 @@ class Verification:
     def run(self) -> ChildEnd:
         """Hash all files, store their digests, and return the end of the order with the content hash.
 
-        A file whose digest differs from its blob name gives the end `content_mismatch`, also with the hash. The end is
-        `failed` and nothing is stored if a file changed meanwhile; it is `not_found` without files.
+        The end is `content_mismatch`, also with the content hash, if a digest differs from the name of its blob. The
+        end is `failed`, and no digest is stored, if a file changed meanwhile. The end is `not_found` without files.
+
         Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read, `ModelFileError` if the digests cannot
         be written.
         """
@@ -93,7 +93,7 @@ def _is_changed_blob(path: Path, digest: FileDigest) -> bool:
 
 
 def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
-    """Verify a model by an order. Return the end of the order, also after a cancel or for an unreadable file."""
+    """Perform an order to verify a model. Return its end, also after a cancel or for an unreadable file."""
     try:
         return Verification(order, channel).run()
     except OrderStopped:

@@ -1,8 +1,8 @@
 """Catalogue of the models on this machine: found in folders and in Hugging Face's cache, described without loading.
 
 A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) and its parts
-are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
-requests that model.
+are never taken for a model. A model that cannot be served stays in the catalogue with its cause, which clients get as
+an error.
 
 Two nodes have the same model if their content hashes are equal (`find_content`). While a node has not hashed the files,
 the fingerprints are compared instead. A fingerprint is a sha256 over three parts. The first part is the files that
@@ -68,13 +68,13 @@ from wire.models.kind import ModelKind
 from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
-"""Minimum seconds between the last scan and a scan for an unknown name (`ModelCatalogue.find_fresh`)."""
+"""Age of the last scan in seconds, from which on an unknown name causes a new scan (`ModelCatalogue.find_fresh`)."""
 SCAN_TIMEOUT_SECONDS = 5.0
 """Maximum seconds for which a scan waits for a folder. The thread of a scan also answers the pings of the agent."""
 FIRST_SCAN_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds for which the first scan waits. A later scan adds the models of a folder that takes longer."""
+"""Maximum seconds for which the first scan waits for a folder. A later scan adds the models of a slower folder."""
 SCAN_INTERVAL_SECONDS = 30.0
-"""Minimum seconds between the last scan and a periodic one (`ModelCatalogue.refresh`)."""
+"""Age of the last scan in seconds, from which on `ModelCatalogue.refresh` scans again."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 """Folder of the embedded model."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
@@ -126,7 +126,7 @@ class ModelCatalogue:
         return {name: model.fingerprint for name, model in self.get_models().items()}
 
     def find(self, name: str) -> ModelDescriptor | None:
-        """Return a model by its name, as it was loaded if it is pinned; None if it is unknown."""
+        """Return the descriptor of a model by its name; None if unknown. A pinned model has that of its load."""
         return self._pinned.get(name) or self._known.get(name)
 
     def find_fresh(self, name: str) -> ModelDescriptor | None:
@@ -150,24 +150,26 @@ class ModelCatalogue:
             self._pinned = {**self._pinned, descriptor.name: descriptor}
 
     def unpin(self, name: str) -> None:
-        """End `pin` after the model was unloaded: the description of its files on the disk applies again. Do nothing
-        for a model that is not pinned."""
+        """Use the description of the files on the disk again, after a pinned model was unloaded.
+
+        Do nothing for a model that is not pinned.
+        """
         with self._changing:
             self._pinned = {other: model for other, model in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
-        """Return the model that has replaced the loaded model `descriptor` on the disk, by the last scan.
+        """Return the model whose files have replaced those of the loaded model `descriptor`, by the last scan.
 
-        Return None if the files are the same or missing, or the new model cannot be loaded.
+        Return None if the files are unchanged or missing, or the new model cannot be served.
         """
         newest = self._known.get(descriptor.name)
         return None if newest is None or newest.cause or newest.version.is_same(descriptor.version) else newest
 
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
-        """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
+        """Read the files of a model again, without a scan, and return whether its fingerprint is unchanged.
 
-        Return False if the files are missing, unreadable or invalid. If the fingerprint differs, the catalogue has the
-        new description from now on.
+        Return False if the files are missing, unreadable or invalid. If the fingerprint has changed, store the new
+        description.
         """
         try:
             newest = self._describe(descriptor.name, Path(descriptor.folder))
@@ -179,8 +181,10 @@ class ModelCatalogue:
         return newest is not None and newest.fingerprint == descriptor.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed;
-        False if no scan was due. The scan blocks the caller, as in `scan`."""
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed.
+
+        Return False if no scan was due. The scan blocks the caller (`scan`).
+        """
         if self._is_recent(SCAN_INTERVAL_SECONDS):
             return False
         before = self._known
@@ -355,9 +359,8 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
-    `kind` is the value of `ModelKind` that the settings name, empty without one. A named kind replaces the kind by the
-    files, unless that is None. A model with the files of sentence-transformers computes vectors or scores, even if it
-    could generate text.
+    `kind` is the `ModelKind` that the settings name for the model, which has priority; empty without one. A model with
+    files of sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
     has_layers = embeds and (is_bare_model(config) or is_encoder(config))
@@ -380,7 +383,7 @@ def is_bare_model(config: Config) -> bool:
 def is_text_model(config: Config) -> bool:
     """Return whether a parsed `config.json` belongs to a model that generates text.
 
-    A config with a `model_type` and without `architectures` counts as one.
+    Return True also for a config with a `model_type` and without `architectures`.
     """
     if not isinstance(config.get("model_type"), str):
         return False

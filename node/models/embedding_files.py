@@ -1,8 +1,8 @@
-"""Files of sentence-transformers next to a model: how its hidden states become vectors. Only their content is read.
+"""Read from the files of sentence-transformers how the hidden states of a model become vectors. No code is run.
 
-`modules.json` lists the modules: the transformer, a Pooling, perhaps Dense layers, and perhaps a Normalize. An unknown
-module, pooling or activation is the reason why the model is not served: without it, all vectors would be wrong. Folders
-of modules have fixed names, so that a list of modules names no other file of the machine.
+`modules.json` lists the modules: the transformer, a Pooling, perhaps Dense layers, and perhaps a Normalize. A model
+with an unknown module, pooling or activation is not served, because its vectors would be wrong. The folders of modules
+must have fixed names, so that a list of modules cannot name other files of the machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
-"""File with the list of modules, relative to the model's folder, as the paths below."""
+"""File with the list of modules. This path and the paths below are relative to the folder of the model."""
 POOLING = "1_Pooling/config.json"
 """File with the pooling."""
 PROMPTS = "config_sentence_transformers.json"
-"""File with the prompts, which are texts to put before an input, by name."""
+"""File with the prompts by name. A prompt is a text that precedes an input."""
 LENGTH = "sentence_bert_config.json"
 """File with the maximum length of an input in tokens."""
 DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
@@ -45,28 +45,31 @@ _MODES = {
 
 
 class EmbeddingFilesError(ValueError):
-    """Raised for files of a model that Macpool cannot follow when it computes vectors or scores. The text of the error
-    completes "its files …"."""
+    """Raised for files that define vectors or scores in a form that Macpool does not support.
+
+    The text completes the sentence "its files …".
+    """
 
 
 def has_embedding_files(folder: Path) -> bool:
-    """Return whether a folder has files that define vectors."""
+    """Return whether a model folder has `MODULES` or `POOLING`, the files that define vectors."""
     return (folder / MODULES).exists() or (folder / POOLING).exists()
 
 
 def is_known_matryoshka(name: str, config: Config) -> bool:
-    """Return whether a model belongs to a family whose vectors may be cut, although its files do not say that."""
+    """Return whether a model belongs to a family whose vectors may be shortened, although its files do not state it."""
     return QWEN in name.lower() and config.get("model_type") == "qwen3"
 
 
 def read_embedding_layout(
     folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
 ) -> EmbeddingLayout:
-    """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder; None for any other model. With `can_shorten`, vectors may be cut although no field allows it.
+    """Read from the files in the folder of a model how it computes vectors.
 
-    Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
+    `config` is the parsed config.json. `encoder` is the shape of an encoder; None for any other model. `can_shorten` is
+    whether vectors may be shortened although no field allows it. Without `MODULES` and `POOLING`, a vector is the
+    normalized state of the last token. Raise `EmbeddingFilesError` for files that Macpool does not support, `OSError`
+    for unreadable ones.
     """
     poolings, dense, normalize = (Pooling.LAST,), tuple[DenseLayer, ...](), True
     if has_embedding_files(folder):

@@ -1,5 +1,7 @@
-"""Steps from the hidden states of a model to its vectors or scores, as values. `embedding_files` and `rerank_files`
-read them. Pure."""
+"""Data classes for the steps from the hidden states of a model to its vectors or scores. Pure.
+
+`embedding_files` and `rerank_files` read these steps from the files of a model.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -7,7 +9,7 @@ from enum import StrEnum
 
 
 class Pooling(StrEnum):
-    """Way in which the hidden states of a text become one vector. A model can join the vectors of several ways."""
+    """Method that reduces the hidden states of a text to one vector. A model can concatenate several poolings."""
 
     CLS = "cls"
     """State of the first token."""
@@ -24,7 +26,7 @@ class Pooling(StrEnum):
 
 
 class Activation(StrEnum):
-    """Function after a Dense layer."""
+    """Activation function after a Dense layer."""
 
     IDENTITY = "Identity"
     TANH = "Tanh"
@@ -37,20 +39,20 @@ class DenseLayer:
     file: str
     """Path of the layer's weights, relative to the folder of the model."""
     inputs: int
-    """Numbers of a vector before the layer."""
+    """Length of a vector before the layer."""
     outputs: int
-    """Numbers of a vector after the layer."""
+    """Length of a vector after the layer."""
     bias: bool
     """Whether the layer has a bias."""
     activation: Activation
-    """Function after the layer."""
+    """Activation function after the layer."""
     nbytes: int
     """Bytes of the layer's weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Tokens whose logits after a query and a document give the score of the document: `yes` and `no` of a decoder."""
+    """Tokens of a decoder, such as `yes` and `no`, whose logits after a query and a document define its score."""
 
     true: int
     """Id of the token for a relevant document."""
@@ -109,7 +111,7 @@ class EmbeddingLayout:
     """Steps from the hidden states of a model to its vectors or scores."""
 
     poolings: tuple[Pooling, ...] = (Pooling.LAST,)
-    """Poolings, whose vectors are joined in this order."""
+    """Poolings, whose vectors are concatenated in this order."""
     dense: tuple[DenseLayer, ...] = ()
     """Layers after the pooling, in this order."""
     normalize: bool = True
@@ -121,10 +123,10 @@ class EmbeddingLayout:
     max_tokens: int = 0
     """Maximum tokens of an input; 0: the context of the model."""
     can_shorten: bool = False
-    """Whether vectors may be cut to fewer numbers."""
+    """Whether vectors may be shortened to their first numbers."""
     lengths: tuple[int, ...] = ()
-    """Lengths to which vectors may be cut, in numbers; empty for any, if `can_shorten`."""
+    """Lengths to which vectors may be shortened; empty for any length, if `can_shorten`."""
     answers: AnswerTokens | None = None
-    """Tokens of a score; None if the model is no decoder that scores documents."""
+    """Tokens that define a score, for a decoder that scores documents; None for other models."""
     encoder: EncoderShape | None = None
     """Shape of an encoder; None for a decoder."""

@@ -1,6 +1,6 @@
-"""Config of an encoder, whose tokens attend in both directions: BERT, RoBERTa, XLM-RoBERTa and ModernBERT.
+"""Read the config of an encoder, a model whose tokens attend in both directions, such as BERT.
 
-A model for sequence classification with one label is a cross-encoder: it scores a query and a document together.
+An encoder for sequence classification with one label is a cross-encoder: it scores a query and a document together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ MASK_BYTES = 4.0
 
 
 def is_encoder(config: Config) -> bool:
-    """Return whether a config belongs to an encoder, also to one that cannot be served."""
+    """Return whether a config belongs to an encoder, including encoders that Macpool cannot serve."""
     return str(config.get("model_type")) in ENCODERS
 
 
@@ -91,8 +91,8 @@ def read_classifier_pooling(config: Config) -> Pooling:
 def predict_encoder_transient(forward: TransientModel) -> TransientModel:
     """Return the model of the transient bytes of an encoder's forward, which computes no logits and caches nothing.
 
-    `forward` is the prediction for a decoder of this size. Scores without fused attention exist twice, before and after
-    their softmax.
+    `forward` is the prediction for a decoder of this size. `pair` is doubled, because attention scores that are not
+    fused exist twice: before and after their softmax.
     """
     return replace(forward, pair=2 * forward.pair + MASK_BYTES, seen=0.0, logits=0.0, window=0)
 

@@ -1,4 +1,4 @@
-"""Scan of one place with models on a thread, because a lost network disk blocks every access to it."""
+"""Scan folders for models in daemon threads, because a lost network disk blocks every access to its folder."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,13 @@ from node.daemon_threads import start_call
 from node.engine.models.model_descriptor import ModelDescriptor
 
 UNREADABLE_SECONDS = 25.0
-"""Seconds of a scan after which the models of its place are reported as unreadable."""
+"""Duration of a scan in seconds after which the models of its folder are reported as unreadable."""
 
 
 class FolderScan:
-    """Scans of the folder `place` by calls of `read` in a daemon thread.
+    """Scanner of the folder `place`, which calls `read` in a daemon thread.
 
-    `read` returns the models in the folder by name, and may block. `clock` returns monotonic seconds.
+    `read()` returns the models in the folder by name, and may block. `clock()` returns monotonic seconds.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class FolderScan:
         self._call: Future[Mapping[str, ModelDescriptor]] | None = None
 
     def begin(self) -> Future[Mapping[str, ModelDescriptor]] | None:
-        """Begin a scan and return its future. Return None while an earlier scan runs."""
+        """Start a scan and return its future. Do nothing and return None while an earlier scan runs."""
         if self._call is not None and not self._call.done():
             return None
         self._begun_at = self._clock()
@@ -40,8 +40,11 @@ class FolderScan:
         return self._call
 
     def get_models(self) -> Mapping[str, ModelDescriptor]:
-        """Return the models of the latest complete scan by name; none before the first. If a newer scan has run for
-        `UNREADABLE_SECONDS`, the models have a `cause` that names the folder. An exception of `read` propagates."""
+        """Return the models of the latest complete scan by name; none before the first.
+
+        If a newer scan has run for `UNREADABLE_SECONDS`, each model has a `cause` that names the folder. Raise the
+        exception of `read` if the last scan failed.
+        """
         if self._call is not None and self._call.done():
             self._latest = self._call.result()
         elif self._clock() - self._begun_at >= UNREADABLE_SECONDS:
@@ -51,9 +54,10 @@ class FolderScan:
 
 
 def scan_places(scans: Sequence[FolderScan], timeout_seconds: float) -> dict[str, ModelDescriptor]:
-    """Scan all places at the same time. Return the models by name, of the first place that has the name.
+    """Scan all folders in parallel, and return their models by name. Of equal names, the first folder's model counts.
 
-    Wait for at most `timeout_seconds`, and not for scans that have begun earlier.
+    The call blocks for at most `timeout_seconds`, and does not wait for scans that have begun earlier. A folder whose
+    scan has not ended contributes the models of its last scan (`FolderScan.get_models`).
     """
     wait([call for call in [scan.begin() for scan in scans] if call is not None], timeout_seconds)
     models: dict[str, ModelDescriptor] = {}

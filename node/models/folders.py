@@ -1,4 +1,4 @@
-"""Folders of models on this machine: below configured folders, and in Hugging Face's cache."""
+"""Find the folders of models on this machine: below configured folders, and in Hugging Face's cache."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
@@ -9,7 +9,7 @@ from host.private_files import resolve_home
 MODEL, PACKAGE = "config.json", "model_index.json"
 """Files that identify a model and a diffusers package."""
 MAX_DEPTH = 3
-"""Levels below a configured folder: FOLDER/publisher/model and one more."""
+"""Maximum levels of the search below a configured folder, such as FOLDER/publisher/model and one level more."""
 MAX_FOLDERS = 20_000
 """Maximum number of folders in one scan, because a home directory set by mistake must not hang a node."""
 
@@ -37,17 +37,17 @@ def use_hub_folder(setting: str, environment: MutableMapping[str, str]) -> None:
 
 
 def get_own_folder(state: Path) -> Path:
-    """Return the model folder of a node itself, for models that the node makes. `state` is the state folder."""
+    """Return the node's own model folder, for models that the node quantizes. `state` is the state folder."""
     return state / "node" / "models"
 
 
 def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
-    A name is the path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH` levels and
-    `MAX_FOLDERS` folders. It does not enter a folder with `config.json` or `model_index.json`, a hidden folder, or a
-    repository `models--…` of Hugging Face's cache. Folders with GGUF files count as models, and are entered. A folder
-    whose files are not accessible is searched by the names that can be read.
+    The name of a model is its path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH`
+    levels and `MAX_FOLDERS` folders. It does not enter a folder with `config.json` or `model_index.json`, a hidden
+    folder, or a repository `models--…` of Hugging Face's cache. Folders with GGUF files count as models, and are
+    entered. Folders that cannot be read count as empty.
     """
     visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
@@ -82,8 +82,8 @@ def list_names(folder: Path) -> list[str]:
 def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
 
-    The folder is `models--publisher--name/snapshots/REVISION`. The revision is `main` if that has the marker, else
-    another one with the marker. A revision with GGUF files counts if none has the marker. A revision with
+    The folder is `models--publisher--name/snapshots/REVISION`. The revision is the one of `refs/main` if it contains
+    the file `marker`, or else another one that does. If none does, a revision with GGUF files counts. A revision with
     `model_index.json` is no model. With the marker PACKAGE, diffusers packages are yielded instead.
     """
     for entry in list_names(hub):

@@ -1,4 +1,4 @@
-"""Last use of each model on this machine, for the removal of unused models.
+"""Store the time of the last use of each model on this machine, for the removal of unused models.
 
 The times are stored in a file in the folder of the memory profiles (`node.engine.models.profile`).
 """
@@ -14,8 +14,7 @@ import structlog
 FILE = "last-use.json"
 """Name of the file with the times, a JSON object of Unix seconds by name of the model."""
 STORE_INTERVAL_SECONDS = 3600.0
-"""Seconds by which the last use of a model must exceed the stored one to be stored. A write blocks the inference
-thread."""
+"""Minimum seconds between two stored times of a model, because a write blocks the inference thread."""
 MAX_MODELS = 1024
 """Maximum models with a stored last use; above it, the oldest entry is dropped."""
 
@@ -23,9 +22,9 @@ log = structlog.get_logger("node.models.last_use")
 
 
 class LastUse:
-    """Unix times of the last use by name of the model, in a file of `folder`; None: in memory only.
+    """Store of the times of last use, by name of the model.
 
-    `wall` returns Unix seconds.
+    The times are in a file of `folder`; None: in memory only. `wall()` returns Unix seconds.
     """
 
     def __init__(self, folder: Path | None, wall: Callable[[], float] = time.time) -> None:
@@ -36,7 +35,7 @@ class LastUse:
     def find(self, name: str) -> float:
         """Return the stored Unix time of the last use of a model; 0 without one.
 
-        The last use can be up to `STORE_INTERVAL_SECONDS` later.
+        The model may have been used up to `STORE_INTERVAL_SECONDS` later than that.
         """
         return self._stored.get(name, 0.0)
 

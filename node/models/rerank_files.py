@@ -1,10 +1,10 @@
-"""Files of a model that scores documents for a query: how its hidden states become a score. Only their content is read.
+"""Read from the files of a model how it computes the score of a document for a query. No code is run.
 
-A cross-encoder has a classifier (`encoder_files`).
+A cross-encoder computes scores with a classifier (`encoder_files`).
 
 A decoder answers yes or no. sentence-transformers stores the token of yes, and usually that of no, in `1_LogitScore`.
 The prompt is a chat template with the roles `query` and `document`. The published files of Qwen3-Reranker have neither.
-Its tokens and its prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+Macpool therefore contains its tokens and its prompt (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
 """
 
 from pathlib import Path
@@ -35,10 +35,10 @@ def is_reranker(folder: Path, name: str, config: Config) -> bool:
 
 
 def read_rerank_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
-    """Read how a model scores documents from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder; None for any other model.
+    """Read from the files in the folder of a model how it scores documents.
 
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
+    `config` is the parsed config.json. `encoder` is the shape of an encoder; None for any other model. Raise
+    `EmbeddingFilesError` for files that Macpool does not support, `OSError` for unreadable ones.
     """
     kind = str(config.get("model_type"))
     if encoder is not None:

@@ -1,4 +1,4 @@
-"""Chat template in the files of a model, and whether it has reasoning. Its text is searched, and never run."""
+"""Read the chat template of a model, and detect reasoning in its text. The template is never run."""
 
 from pathlib import Path
 

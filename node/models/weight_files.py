@@ -1,4 +1,4 @@
-"""Headers of a model's safetensors files: sizes, types and completeness, with samples of every tensor."""
+"""Read the headers of safetensors files: sizes, types and completeness, and hash samples of every tensor."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Maximum bytes of a safetensors header (the format's own limit)."""
 SAMPLE_BYTES = 4096
-"""Bytes of one sample of a tensor: the physical sector size of most disks. A smaller sample is not read faster."""
+"""Bytes of one sample of a tensor: the physical sector size of most disks. Smaller samples would not be faster."""
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of one number by the names of its type, in configs and in headers."""
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -34,8 +34,8 @@ class WeightHeaders:
     size: int = 0
     """Bytes of all tensors."""
     float_size: int = 2
-    """Bytes of one number of the widest unquantized type, such as 2 for bf16. The last file with such a type decides; 2
-    if no file has one."""
+    """Bytes of one number of the widest unquantized type, such as 2 for bf16. The last file with an unquantized type
+    decides; 2 if no file has such a type."""
     cause: str = ""
     """Reason why the weights cannot be used; empty if they can."""
     fp8: int = 0
@@ -43,10 +43,10 @@ class WeightHeaders:
 
 
 def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
-    """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
+    """Read the headers of all weight files in a model folder, and return the sizes of the weights.
 
-    Missing files and those for which `read_tensor_sizes` raises `ValueError` are the `cause` of the result, whose sizes
-    are then 0. Raise `OSError` if a file cannot be read.
+    The headers and samples of all tensors are added to `digest`. If files are missing, incomplete or invalid, the
+    result has only a `cause`, and its sizes are defaults. Raise `OSError` if a file cannot be read.
     """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_list_indexed_files(folder) - {file.name for file in files})
@@ -80,8 +80,8 @@ def _list_indexed_files(folder: Path) -> set[str]:
 def list_visible_files(folder: Path, pattern: str) -> list[Path]:
     """Return the sorted files in a folder that match `pattern` and whose names do not begin with a dot.
 
-    On disks without extended attributes, such as exFAT, and on network shares, macOS adds a file `._NAME` to each file
-    `NAME`. It has attributes of that file, and no content of the model.
+    Some disks, such as exFAT, and network shares have no extended attributes. There, macOS stores the attributes of a
+    file `NAME` in a file `._NAME`, which has no content of the model.
     """
     return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
 
@@ -161,7 +161,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_json_value(raw: bytes) -> object:
-    """Parse JSON. Raise `ValueError` for any other content."""
+    """Parse a JSON document of any type. Raise `ValueError` for any other content, or if the nesting is too deep."""
     try:
         return json.loads(raw)
     except RecursionError:

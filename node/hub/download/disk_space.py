@@ -1,4 +1,4 @@
-"""Free disk space for downloads, with a reserve that stays free for the system."""
+"""Check free disk space for downloads, with a reserve that stays free for the system."""
 
 import shutil
 from pathlib import Path
@@ -18,8 +18,11 @@ def compute_reserve(total: int, wanted: int) -> int:
 
 
 class DiskSpace:
-    """Disk of a folder. `reserve` is the bytes that stay free; negative for the default (`compute_reserve`). `user`
-    names the consumer of the space in errors."""
+    """Checker for the free space on the disk of a folder.
+
+    `reserve` is the number of bytes that stay free; negative for the default (`compute_reserve`). `user` names the
+    consumer of the space in error texts.
+    """
 
     def __init__(self, folder: Path, reserve: int, user: str = "the download") -> None:
         self._folder = folder
@@ -29,19 +32,24 @@ class DiskSpace:
     def check(self, needed: int) -> None:
         """Raise `ModelFileError` (`disk_full`) if `needed` more bytes do not fit without using the reserve.
 
-        Raise `OSError` if the disk cannot be read."""
+        Raise `OSError` if the free space cannot be read.
+        """
         if not self.has_room(needed):
             raise self.build_error(needed)
 
     def has_room(self, needed: int) -> bool:
-        """Return whether `needed` more bytes fit without using the reserve. Raise `OSError` if the disk cannot be
-        read."""
+        """Return whether `needed` more bytes fit without using the reserve.
+
+        Raise `OSError` if the free space cannot be read.
+        """
         usage = shutil.disk_usage(self._folder)
         return usage.free - compute_reserve(usage.total, self._reserve) >= needed
 
     def build_error(self, needed: int) -> ModelFileError:
-        """Return the error of a disk on which `needed` more bytes do not fit. Raise `OSError` if the disk cannot be
-        read."""
+        """Return the error `disk_full` with the current numbers, for `needed` more bytes that do not fit.
+
+        Raise `OSError` if the free space cannot be read.
+        """
         usage = shutil.disk_usage(self._folder)
         reserve = compute_reserve(usage.total, self._reserve)
         return ModelFileError(

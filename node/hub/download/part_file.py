@@ -1,8 +1,8 @@
-"""Partial file of a download: its pieces on the disk, with their journal.
+"""Store the pieces of a partly downloaded file on the disk, with a journal that survives interruptions.
 
-A piece is written, then recorded in the journal. After an interruption the checksum of every recorded piece is compared
-with its content, and a piece that differs is fetched again. The file gets its final name by `finish` only, after the
-caller has verified the digest of the content.
+A piece is written, then recorded in the journal. After an interruption, the checksum of every recorded piece is
+compared with its content, and a piece that differs is fetched again. Only `finish` gives the file its final name, after
+the caller has verified the digest of the content.
 """
 
 import os
@@ -45,16 +45,16 @@ class PartFile:
         return len(self._checksums) * self._piece_bytes - excess
 
     def has_piece(self, piece: int) -> bool:
-        """Return whether a piece is on the disk."""
+        """Return whether the piece with this number (from 0) is on the disk."""
         return piece in self._checksums
 
     def get_extent(self, piece: int) -> tuple[int, int]:
-        """Return the positions in the file, in bytes, of the first byte of a piece and of the byte after its end."""
+        """Return the offsets in the file, in bytes, of the start of a piece and of the byte after its end."""
         start = piece * self._piece_bytes
         return start, min(self._file.size, start + self._piece_bytes)
 
     def open(self) -> None:
-        """Open the file and keep the pieces of an earlier download whose checksums are right.
+        """Open or create the file and its journal, and keep the pieces of an earlier download with correct checksums.
 
         No piece is kept if the earlier download had another piece size. Raise `OSError` if a file cannot be created,
         read or written.
@@ -86,7 +86,10 @@ class PartFile:
         return len(content) == end - start and compute_piece_checksum(content) == checksum
 
     def write_piece(self, piece: int, content: bytes | bytearray) -> None:
-        """Write a piece and record it. Raise `OSError` on failure; the piece is not recorded then."""
+        """Write the content of a piece, and record the piece in the journal. Raise `OSError` on failure.
+
+        After a failure, the piece counts as missing.
+        """
         view, at = memoryview(content), self.get_extent(piece)[0]
         while view:
             written = os.pwrite(self._part, view, at)
@@ -112,7 +115,7 @@ class PartFile:
         self.close()
 
     def discard(self) -> None:
-        """Delete the file, because its content is wrong, and begin again with an empty file.
+        """Delete the file, because its content is wrong, and open a new one without pieces.
 
         Raise `OSError` on failure.
         """

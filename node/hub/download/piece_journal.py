@@ -1,8 +1,8 @@
-"""Journal of the pieces of a partial file: which pieces are on the disk, each with its checksum. Pure.
+"""Encode and parse the journal of a partial file: the pieces on the disk, each with its checksum. Pure.
 
 A journal is a header followed by records of a fixed size, which are only appended. A power cut can lose data whose
-record is on the disk. The checksum of each piece therefore decides after a restart, not the record. Other processes
-read the journal while it grows. A record that is torn ends the journal.
+record is on the disk. After a restart, a piece therefore counts only if its content has the checksum of the record.
+Other processes read the journal while it grows. A torn record ends the journal.
 """
 
 import struct
@@ -31,7 +31,7 @@ class PieceJournal:
     def add_records(self, content: bytes) -> int:
         """Add the records in the next bytes of the journal, up to the first torn record.
 
-        Return the number of bytes of the added records.
+        Return the number of bytes parsed. The caller passes the rest again, with the bytes that follow.
         """
         count = count_pieces(self.size, self.piece_bytes)
         at = 0
@@ -50,7 +50,7 @@ def count_pieces(size: int, piece_bytes: int) -> int:
 
 
 def compute_piece_checksum(data: bytes | bytearray | memoryview) -> int:
-    """Return the CRC-32 of a piece, which detects lost writes. The digest of the file detects everything else."""
+    """Return the CRC-32 of a piece, which detects lost writes. The digest of the file detects all other damage."""
     return zlib.crc32(data)
 
 

@@ -41,9 +41,9 @@ class _RelayConnection(http.client.HTTPConnection):
 
 
 class RelayTransport(httpx2.BaseTransport):
-    """Transport of an HTTP client that reaches one node through the coordinator. Several threads may use the transport.
+    """Transport of an HTTP client that reaches one node through the coordinator. The transport is thread-safe.
 
-    `token` names the transfer. Idle connections are used again, until `close`.
+    `token` identifies the transfer. Idle connections are reused, until `close`.
     """
 
     def __init__(self, cluster: ClusterFiles, token: str) -> None:
@@ -52,8 +52,9 @@ class RelayTransport(httpx2.BaseTransport):
         self._idle: list[_RelayConnection] = []
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request without a body, and return the response. Raise `httpx2.ConnectError` or `httpx2.ReadError` if
-        the connection fails.
+        """Send a request without a body, and return the response, whose body is read by the caller.
+
+        Raise `httpx2.ConnectError` or `httpx2.ReadError` if the connection fails.
         """
         connection = self._take()
         try:
@@ -88,7 +89,7 @@ class RelayTransport(httpx2.BaseTransport):
 
 
 class _RelayBody(httpx2.SyncByteStream):
-    """Body of an answer. A connection whose answer was read to its end is used again."""
+    """Body of a response. A connection whose response was read to its end is reused."""
 
     def __init__(
         self,

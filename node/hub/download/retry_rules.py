@@ -1,4 +1,4 @@
-"""Waits of an HTTP client after a refusal, and the check of the range of an answer. Pure: `now` is Unix seconds."""
+"""Compute the waits of an HTTP client after failures, and check the range of a response. Pure."""
 
 import re
 from collections.abc import Mapping
@@ -6,12 +6,12 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 MAX_WAIT_SECONDS = 300.0
-"""Maximum seconds for which a source may limit the rate of requests: by one answer, or in total without progress. Above
-it the source is lost."""
+"""Maximum seconds for which a source may limit the rate of requests: by one response, or in total without progress.
+Above that the source is lost."""
 DEFAULT_WAIT_SECONDS = 5.0
 """Wait in seconds after a refusal that names no time."""
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
-"""Maximum wait in seconds that is taken from an answer."""
+"""Maximum wait in seconds that a response can demand; longer waits are cut."""
 FIRST_BACKOFF_SECONDS = 0.25
 """Maximum wait in seconds after the first failure; each further failure doubles the wait."""
 MAX_DOUBLINGS = 5
@@ -45,7 +45,7 @@ def _compute_seconds_until(date: str, now: float) -> float:
 
 
 def compute_backoff(failures: int, draw: float) -> float:
-    """Return the seconds to wait after a failure. `failures` is the number of failures directly before this one.
+    """Return the seconds to wait after a failure. `failures` is the number of earlier failures in a row.
 
     `draw` is random, from 0 (half of the maximum wait) to 1 (the maximum wait).
     """
@@ -53,8 +53,7 @@ def compute_backoff(failures: int, draw: float) -> float:
 
 
 def find_range_fault(content_range: str, start: int, end: int, size: int) -> str:
-    """Return why a `Content-Range` does not answer a request for the bytes `start` to `end` (without `end`); empty if
-    it does.
+    """Return why a `Content-Range` does not match a request for the bytes from `start` to before `end`; empty if valid.
 
     A valid range begins at `start` and ends at `end` or before. Its total is `*` or `size`, the size of the file in
     the manifest.

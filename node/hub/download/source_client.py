@@ -1,11 +1,12 @@
 """HTTP client of one source of model files: the hub, or the mirror of another node.
 
 Rules
-- The token goes to the scheme, host and port of the source only, not to the target of a redirect elsewhere.
-- A redirect leads from `https` to `https`. A source with `http` may redirect to both.
+- The client sends the token to the scheme, host and port of the source only, not to the target of a redirect elsewhere.
+- Redirects from `https` must lead to `https`. A source with `http` may redirect to both.
 - A mirror never opens its port again. After a refused connection, the mirror therefore counts as lost at once.
-- Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
-  address is not checked, because addresses change. A mirror never redirects.
+- The certificate of a mirror must be signed by the CA of the cluster and have the URI of the mirror's node. The client
+  verifies that before it sends a request. The address is not checked, because addresses change. A mirror must not
+  redirect.
 - A relay reaches the mirror of a node through the coordinator. TLS ends at the coordinator, which verifies both nodes.
 - Errors never contain a token or the query of a URL, which can be a signature.
 """
@@ -41,11 +42,11 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class SourceClient:
-    """Client of a source. Its methods may be called by several threads at once. `connections` is the number of parallel
-    requests; the client opens at most twice as many connections, because redirects lead to other hosts.
+    """Client of a source, which several threads may use at once.
 
-    Raise `ValueError` if the address of the source cannot be used, `OSError` if the certificates of this node cannot be
-    loaded.
+    `connections` is the number of parallel requests; the client opens at most twice as many connections, because
+    redirects lead to other hosts. The constructor raises `ValueError` if the address of the source cannot be used,
+    `OSError` if the certificates of this node cannot be loaded.
     """
 
     def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:
@@ -77,10 +78,10 @@ class SourceClient:
 
     @contextmanager
     def open_range(self, manifest: ModelManifest, file: ModelFile, start: int, end: int) -> Generator[Iterator[bytes]]:
-        """Request the bytes `start` to `end` (without `end`) of a file, and yield an iterator over blocks of them.
+        """Request the bytes of a file from `start` to before `end`, and yield an iterator over blocks of them.
 
-        The iterator can end early, without an error. Raise `SourceError` for faults and refusals, also from the
-        iterator.
+        The iterator can end early, without an error. This call and the iterator raise `SourceError` for faults and
+        refusals.
         """
         path = f"{manifest.repo}/resolve/{manifest.commit}/{quote(file.path)}"
         subject = f"{file.path} of {manifest.repo}"
@@ -216,7 +217,7 @@ def _parse_base(url: str, schemes: tuple[str, ...]) -> httpx2.URL:
 
 
 def is_allowed_redirect(source: httpx2.URL, target: httpx2.URL) -> bool:
-    """Return whether a redirect may be followed: to HTTPS, and from HTTP also to HTTP."""
+    """Return whether the client may follow a redirect: any redirect to HTTPS, or one from HTTP to HTTP."""
     return target.scheme == "https" or (target.scheme == "http" and source.scheme == "http")
 
 

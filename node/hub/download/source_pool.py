@@ -1,7 +1,7 @@
-"""Sources of a download in their order, with the faults and timeouts of each. The first one that is not lost is used.
+"""Choose the source of each request of a download: the first in their order that is not lost.
 
-A source is lost when it refuses, when it demands too long a wait, or after a time without progress that depends on the
-fault.
+A source is lost after a refusal, or after a demand for too long a wait. It is also lost after a time without progress,
+which depends on the fault.
 """
 
 import random
@@ -25,12 +25,12 @@ MIRROR_TIMEOUT_SECONDS = 15.0
 PENDING_TIMEOUT_SECONDS = 600.0
 """Minimum seconds without progress after which a mirror is lost while it still downloads the requested piece."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
-"""Codes of lost sources that become the code of the download's error, because they name a cause."""
+"""Codes of lost sources that become the code of the download's error, because they name a cause for the user."""
 
 
 @dataclass(slots=True, eq=False)
 class DownloadSource:
-    """Source of a download, with its faults since the last progress. Times are monotonic seconds."""
+    """Source of a download, with its faults since the last progress. Not thread-safe. Times are monotonic seconds."""
 
     client: SourceClient
     """Client of the source."""
@@ -46,7 +46,7 @@ class DownloadSource:
     """Fault of the last request; empty after progress."""
 
     def begin(self) -> None:
-        """Record the first request: the time without progress counts from now."""
+        """Start the time without progress at the first request. Do nothing at later ones."""
         self.progressed_at = self.progressed_at or time.monotonic()
 
     def record_progress(self) -> None:
@@ -54,7 +54,10 @@ class DownloadSource:
         self.progressed_at, self.failures, self.waiting = time.monotonic(), 0, ""
 
     def record_error(self, error: SourceError) -> float:
-        """Count an error, after which the source may be lost. Return the seconds to wait before the next request."""
+        """Count an error, which can make the source lost. Return the seconds to wait before the next request.
+
+        Return 0 for a lost source.
+        """
         if self.lost is not None:
             return 0.0
         self.failures += 1
@@ -83,14 +86,14 @@ class DownloadSource:
 
 @dataclass(slots=True)
 class SourcePool:
-    """Sources of a download. All methods may be called by several threads."""
+    """Thread-safe pool of the sources of a download."""
 
     sources: Sequence[DownloadSource]
     """Sources in the order of their use."""
     unusable: tuple[str, ...] = ()
-    """Reasons of sources that could not be used from the start."""
+    """Reasons why sources were left out, because their clients could not be created."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Lock of the changing state of the pool and its sources."""
+    """Lock that guards the state of the pool and of its sources."""
     fetched: int = 0
     """Bytes received over the network."""
     current: DownloadSource | None = None
@@ -102,8 +105,9 @@ class SourcePool:
     ) -> "SourcePool":
         """Return a pool with the clients of all sources whose kind is known, each for `connections` parallel requests.
 
-        `timeout` is the maximum seconds without progress of each source; 0 selects the default of its kind. A source
-        that cannot be used from the start is left out, and `unusable` has the reason.
+        `cluster` has the certificates for other nodes. `timeout` is the maximum seconds without progress of each
+        source; 0 selects the default of its kind. A source whose client cannot be created is left out, and `unusable`
+        has the reason.
         """
         opened, unusable = list[DownloadSource](), list[str]()
         for source in sources:
@@ -120,7 +124,7 @@ class SourcePool:
         return cls(opened, tuple(unusable))
 
     def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
-        """Return the source for the next request, and make it `current`; None if all are lost or excluded."""
+        """Return the source for the next request, and store it as `current`; None if all are lost or excluded."""
         with self.lock:
             chosen = next((source for source in self.sources if source.lost is None and source not in excluded), None)
             if chosen is not None:
@@ -129,14 +133,13 @@ class SourcePool:
             return chosen
 
     def record_progress(self, source: DownloadSource, size: int) -> None:
-        """Count `size` received bytes of a source. Its time without progress starts again, and its failures are
-        forgotten."""
+        """Count `size` received bytes of a source. Restart its time without progress, and reset its failures."""
         with self.lock:
             self.fetched += size
             source.record_progress()
 
     def record_error(self, source: DownloadSource, error: SourceError) -> float:
-        """Count an error of a source, which may then be lost. Return the seconds to wait before the next request."""
+        """Count an error of a source, which can make it lost. Return the seconds to wait before the next request."""
         with self.lock:
             return source.record_error(error)
 
@@ -147,7 +150,7 @@ class SourcePool:
         return "; ".join(fault for fault in faults if fault)
 
     def build_error(self) -> ModelFileError:
-        """Return the error of a download without any source left.
+        """Return the error of a download that has no source left.
 
         The result is the last error with the code GATED, NOT_FOUND or RATE_LIMITED, or the error of the only source.
         Without such an error, the code is SOURCE_LOST, and the text has the reason of each lost or unusable source.

@@ -1,13 +1,13 @@
-"""Download of the missing files of a manifest: several ranges at once, each piece recorded, each file verified.
+"""Download missing files of a manifest: fetch several ranges in parallel, record each piece, and verify each file.
 
 Threads
-- `connections` workers fetch spans: pieces of one file in a row, by one request.
-- One verifier hashes each file as far as its pieces are there without a gap. A file with the digest of the manifest
-  gets the name of its blob. Any other file is discarded and fetched again. The sources that contributed to it are then
-  excluded, unless pieces of an earlier download were in it.
+- `connections` workers fetch spans. A span is a run of consecutive pieces of one file, fetched by one request.
+- One verifier hashes the pieces of each file in order, up to the first missing piece. A complete file with the digest
+  of the manifest gets the name of its blob. Any other file is discarded and fetched again. The sources that contributed
+  to it are then excluded for this file, unless it contained pieces of an earlier download.
 
-A span stays with its worker until it is complete. A body that ends early is continued at its next byte, by the same
-source or the next.
+A worker keeps its span until the span is complete. After a body that ends early, the worker requests the rest from the
+same source or the next.
 """
 
 import errno
@@ -26,10 +26,10 @@ from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest
 
 MAX_SPAN_PIECES = 32
-"""Maximum pieces that one worker fetches in a row."""
+"""Maximum pieces of a span."""
 POLL_SECONDS = 0.2
 END_SECONDS = 1.0
-"""Maximum seconds to wait for the end of the threads. A thread that waits for a source longer ends with the process."""
+"""Maximum seconds to wait for the end of the threads. A thread that still waits for a source ends with the process."""
 
 
 class _TransferOver(Exception):
@@ -96,8 +96,9 @@ class _FileTask:
         return self._hashed == self.part.count_pieces()
 
     def finish(self, blob: RepositoryFolder) -> bool:
-        """Rename the file to its blob if its content has the expected digest, else discard the content. Return whether
-        the file was renamed. Raise `OSError` on failure.
+        """Rename the file to its blob if its content has the expected digest; discard its content otherwise.
+
+        Return whether the file was renamed. Raise `OSError` on failure.
         """
         if self._hasher.is_expected():
             self.part.finish()
@@ -117,9 +118,10 @@ class _FileTask:
 
 
 class Transfer:
-    """Download of files into a repository folder, whose lock the caller must hold. `stop` ends `run` early.
+    """Download of `files` into a repository folder, whose lock the caller must hold.
 
-    `piece_bytes` are the bytes of each piece except the last, `connections` the number of parallel ranges.
+    The event `stop` ends `run` early. `piece_bytes` is the size of each piece except the last, `connections` the number
+    of parallel requests.
     """
 
     def __init__(
@@ -150,16 +152,15 @@ class Transfer:
         return sum(task.part.received_bytes for task in self._tasks)
 
     def list_digests(self) -> dict[str, FileDigest]:
-        """Return the entries of all verified files for the digest store, by ETag."""
+        """Return the digest store entries of all verified files, by ETag."""
         return {task.file.etag: task.digest for task in self._tasks if task.digest is not None}
 
     def run(self, report: Callable[[], None]) -> bool:
         """Download and verify all files, and call `report` about every `POLL_SECONDS`. Return whether all are verified.
 
-        The result is False only if `stop` was set.
-
-        Raise `ModelFileError` if a file cannot be downloaded or verified, `OSError` for faults of the disk. The process
-        must end after a False or an error, because threads may still wait for a source.
+        The call blocks. It returns False only if `stop` was set. Raise `ModelFileError` if a file cannot be downloaded
+        or verified, `OSError` for faults of the disk. After False or an error, the process must end, because threads
+        may still wait for a source.
         """
         for task in self._tasks:
             task.open()

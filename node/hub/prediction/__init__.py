@@ -1,1 +1,1 @@
-"""Prediction of the memory and the properties of a model from the metadata of its repository."""
+"""Predict the memory and the properties of a model from the metadata of its repository."""

@@ -1,8 +1,8 @@
-"""Files of a repository that serving needs. Pure.
+"""Select the files of a repository that serving a model needs. Pure.
 
-Needed are the weights, the JSON and text files next to them, and `IDENTITY_FILES` in subfolders. Weights are the files
-`model*.safetensors`, or all safetensors files if none has such a name. Not needed are other formats of the weights,
-code, pictures and texts for people.
+Serving needs the weights, the JSON and text files next to them, and `IDENTITY_FILES`, also in subfolders. Weights are
+the files `model*.safetensors`, or all safetensors files if none has such a name. Other formats of the weights, code,
+pictures and texts for people are not needed.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def select_files(files: Sequence[ModelFile]) -> tuple[tuple[ModelFile, ...], tup
 
 
 def is_weight_file(path: str) -> bool:
-    """Return whether a path names a file of weights that the engine loads."""
+    """Return whether the path of a file in a repository names weights that the engine loads (`WEIGHTS`)."""
     return "/" not in path and fnmatchcase(path, WEIGHTS)
 
 

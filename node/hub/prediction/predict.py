@@ -1,7 +1,7 @@
-"""Prediction of the memory and the properties of a model, before its weights are downloaded.
+"""Predict the memory and the properties of a model, before its weights are downloaded.
 
-The small files and the headers of the weights are put into a temporary folder. The weights are sparse files of the full
-size, whose tensors read as zeros. The catalogue describes that folder as it will describe the downloaded model.
+`node.hub.query` writes the small files and the headers of the weights to a temporary folder. The weights are sparse
+files of the full size, whose tensors read as zeros. The catalogue describes that folder like a downloaded model.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from wire.models.hub_query import ModelPrediction
 
 
 def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: list[str]) -> ModelPrediction:
-    """Describe the model whose small files and weight headers are in `folder`.
+    """Return the predicted properties of the model whose small files and weight headers are in `folder`.
 
-    The `cause` of the result is the reason why the model could not be served. `all_names` has the paths of all files of
-    the repository, also of those that are not needed. Raise `OSError` if the folder cannot be read, `ValueError` if the
-    weights of a Dense layer are invalid.
+    The `cause` of the result is the reason why the model cannot be served; empty if it can. `all_names` has the paths
+    of all files of the repository, including files that are not pulled. Raise `OSError` if the folder cannot be read,
+    `ValueError` if the weights of a Dense layer are invalid.
     """
     names = {file.path for file in manifest.files}
     if MODEL not in names:

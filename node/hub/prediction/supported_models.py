@@ -1,4 +1,4 @@
-"""Architectures that the installed mlx-lm can build, read from its files without an import.
+"""Check whether the installed mlx-lm can build an architecture, by reading its files without an import.
 
 An import of mlx-lm loads MLX, which the agent and the coordinator must not do.
 """
@@ -14,9 +14,9 @@ _RENAMED, _RENAMED_ARCHITECTURES = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPP
 
 
 def find_unsupported(config: Mapping[str, Any]) -> str:
-    """Return the `model_type` of a config if mlx-lm cannot build it; empty if it can.
+    """Return the `model_type` of a config if the installed mlx-lm cannot build this type; empty if it can.
 
-    Return an empty text as well if mlx-lm is not installed, or the config names no type.
+    The result is also empty if mlx-lm is not installed, or the config names no type.
     """
     folder = _find_library()
     kind = config.get("model_type")

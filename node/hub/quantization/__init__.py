@@ -1,1 +1,1 @@
-"""Quantization of models on this node: plan, lease of memory, and the process that quantizes."""
+"""Quantize models on this node: plan, lease of memory, and supervision of the process that quantizes."""

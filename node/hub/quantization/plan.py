@@ -1,8 +1,8 @@
-"""Plan of a quantization on this node: name, folders and cost, and the reasons for which there is none.
+"""Plan a quantization on this node: check the order, choose the folders and predict the cost.
 
-The result is written to a temporary folder next to its target, whose name begins with a dot and which is therefore no
-model. A complete result is renamed to the target. The target is in the first writable folder of the settings, else in
-the node's own model folder, which the catalogue always searches.
+The result is written to a temporary folder next to its target. The catalogue ignores that folder, because its name
+begins with a dot. A complete result is renamed to the target. The target is in the first writable model folder of the
+settings, or else in the node's own model folder, which the catalogue always searches.
 """
 
 import os
@@ -37,7 +37,7 @@ DEFAULT_RESERVE = -1
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """Quantization that was found possible, before its memory is leased."""
+    """Checked quantization with its name, folders and cost. Its memory is not leased yet."""
 
     name: str
     """Name of the result."""
@@ -81,8 +81,7 @@ class QuantizationPlan:
         os.rename(self.temporary, self.target)
 
     def discard(self) -> None:
-        """Delete an incomplete result, and the folders above it that are then empty, below `root`. Errors are
-        ignored."""
+        """Delete an incomplete result, and then all empty folders between it and `root`. Errors are ignored."""
         with suppress(OSError):
             shutil.rmtree(self.temporary)
         for parent in self.target.parents:
@@ -95,7 +94,9 @@ class QuantizationPlan:
 def plan_quantization(
     order: QuantizeModel, settings: ModelSettings, own: Path, environment: Mapping[str, str]
 ) -> QuantizationPlan:
-    """Return the plan of an order. `own` is the node's own model folder. `environment` locates the cache.
+    """Check an order and return its plan.
+
+    `own` is the node's own model folder. `environment` are the variables that locate the Hugging Face cache.
 
     Raise `ModelFileError` if the order cannot be performed, because of the model, the name, the bits or the free disk
     space. Raise `OSError` if the weights cannot be read, `ValueError` if those of a Dense layer are invalid.
@@ -121,9 +122,9 @@ def plan_quantization(
 
 
 def choose_folder(settings: ModelSettings, own: Path) -> Path:
-    """Return the first folder of the settings in which a model can be created, else `own`, which is created.
+    """Return the first writable model folder of the settings; without one, create `own` and return it.
 
-    A folder that is a model itself is left out, because the catalogue finds no models below it. Raise `ModelFileError`
+    A folder that is a model itself is skipped, because the catalogue finds no models below it. Raise `ModelFileError`
     if `own` cannot be created.
     """
     for folder in (resolve_home(path) for path in settings.folders):
@@ -138,8 +139,10 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
 
 def read_tensors(folder: Path) -> list[StoredTensor]:
-    """Return the tensors of a model's weight files. Raise `OSError` if a file cannot be read, `ModelFileError` if its
-    header is invalid or it is incomplete."""
+    """Return the tensors of all weight files in the folder of a model, from the headers of the files.
+
+    Raise `OSError` if a file cannot be read, `ModelFileError` if a header is invalid or a file is incomplete.
+    """
     tensors: list[StoredTensor] = []
     for file in sorted(folder.glob("model*.safetensors")):
         try:

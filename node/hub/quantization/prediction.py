@@ -1,10 +1,10 @@
-"""Prediction of the disk and the memory that the quantization of a model takes, from the headers of its weights. Pure.
+"""Predict the disk space and the memory that a quantization takes, from the headers of the model's weights. Pure.
 
 mlx-lm quantizes in groups of 64 weights along the last dimension. Each group has a scale and a bias of the type of the
 unquantized weight. Layers of other widths stay unquantized.
 
 The child quantizes one tensor after the other and writes a file when `SHARD_BYTES` are ready. Its peak is the sum of
-`BASE_BYTES`, one file, and the largest layer: read, stacked (experts of a mixture) and converted to another type.
+`BASE_BYTES`, one file, and `LAYER_FACTOR` copies of the largest layer.
 """
 
 import re
@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from wire.units import GIB, MIB
 
 BITS = (2, 3, 4, 5, 6, 8)
-"""Bits of a weight that MLX can quantize to."""
+"""Numbers of bits per weight to which MLX can quantize."""
 GROUP_WEIGHTS = 64
 """Weights that share a scale and a bias."""
 SHARD_BYTES = GIB
 """Bytes of quantized weights after which the child writes a file of the result."""
 BASE_BYTES = 384 * MIB
-"""Memory of the process without weights. 81 MiB were measured on Linux; Metal's libraries and buffers are added."""
+"""Bytes of the process without weights: 81 MiB measured on Linux, and an allowance for Metal's libraries and buffers.
+"""
 LAYER_FACTOR = 3
 """Copies of the largest layer at the same time: as stored, stacked or unpacked, and in the type of the result."""
 SIZE_MARGIN = 1.05

@@ -1,12 +1,13 @@
 """Quantizer of this node: leases memory for a child process, watches its footprint, and completes its result.
 
 Rules
-- One quantization at a time. Its memory is leased as for a video job: the ceiling of the engine is lowered first.
-- The child is killed when its measured footprint exceeds the lease, or cannot be read three times in a row. It is also
-  killed after `STALL_TIMEOUT_SECONDS` without progress, and after `TIMEOUT_SECONDS` in total.
+- One quantization runs at a time. Its memory is leased as for a video job: the ceiling of the engine is lowered first.
+- The quantizer kills the child when its footprint exceeds the lease, or cannot be read three times in a row. It also
+  kills the child after `STALL_TIMEOUT_SECONDS` without progress, and after `TIMEOUT_SECONDS` in total.
 - The memory is returned only after the child has ended.
-- A result is in the catalogue completely or not at all.
-- Some time after the Mac stopped sharing, the quantization is cancelled. It also ends with the agent.
+- The catalogue shows a complete result or none.
+- After the Mac has stopped sharing, the quantization continues for a grace period (`sharing.video_grace_seconds`) and
+  is then cancelled. It also ends with the agent.
 """
 
 import asyncio
@@ -48,8 +49,8 @@ STALL_TIMEOUT_SECONDS = 1800.0
 TIMEOUT_SECONDS = 24 * 3600.0
 """Maximum seconds of a quantization."""
 REPEAT_SECONDS = 10.0
-"""Seconds after which the last progress is reported again, because a step can take minutes. After a lost link the
-coordinator waits half a minute for the report of a quantization that continues."""
+"""Seconds after which the last progress is reported again, because a step can take minutes. After a lost link, the
+coordinator waits half a minute for a report of the running quantization."""
 RETRY_SECONDS = 30.0
 """Seconds after which an order may be tried again while another process holds a lease."""
 
@@ -59,7 +60,7 @@ log = structlog.get_logger("node.hub.quantization")
 class Quantizer:
     """Quantizer of models on this node, one at a time. Call every method on the event loop of the memory poll.
 
-    `state` is the state folder. `environment` has the variables that locate the cache.
+    `state` is the state folder. `environment` are the variables that locate the Hugging Face cache.
     """
 
     def __init__(
@@ -90,20 +91,20 @@ class Quantizer:
         return self._lessor.holding
 
     def on_engine_change(self) -> None:
-        """Continue a lease that waits for the engine, after a new report of the engine."""
+        """Handle a new report of the engine: continue a lease that waits for it."""
         self._lessor.on_engine_change()
 
     def pause(self, why: str) -> None:
-        """Refuse new quantizations because of `why`, and let a running process continue. An empty `why` ends the pause.
+        """Refuse new quantizations for the reason `why`; an empty `why` ends the pause. A running process continues.
 
-        A quantization that waits for its lease meanwhile ends as cancelled instead of starting its process.
+        A quantization without a process, such as one that waits for its lease, ends as cancelled.
         """
         self._paused = why
 
     def end(self, why: str) -> None:
-        """Cancel the running process, if there is one, and `pause` because of `why`.
+        """Cancel the running quantization, and refuse new ones for the reason `why` (`pause`).
 
-        The end is not awaited: the process gets SIGTERM, and SIGKILL after `order_child.TERMINATE_TIMEOUT_SECONDS`.
+        The process gets SIGTERM, and SIGKILL after `order_child.TERMINATE_TIMEOUT_SECONDS`. Do not wait for its end.
         """
         self._paused = why
         if self._child is not None:
@@ -117,8 +118,8 @@ class Quantizer:
     ) -> ChildEnd:
         """Quantize a model as ordered, and return the end of the order.
 
-        `run_child` runs the conversion process and returns its end. It is not called if the node stops sharing first.
-        `report` receives the progress of the order.
+        `run_child` runs the conversion process and returns its end; it is not called if the node stops sharing first.
+        `report` is called with the progress of the order.
 
         Raise `ModelFileError` if the order cannot be performed, `OSError` if weights cannot be read or the result
         cannot be written. Raise `ValueError` if the weights of a Dense layer are invalid. After an error or a

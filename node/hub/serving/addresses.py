@@ -1,4 +1,4 @@
-"""Addresses of this machine at which a mirror listens."""
+"""Choose the addresses of this machine at which a mirror listens."""
 
 import ipaddress
 from collections.abc import Iterable
@@ -10,12 +10,12 @@ log = structlog.get_logger("node.hub.serving.addresses")
 
 
 def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ...]:
-    """Return the addresses for a mirror, given the address of this machine on the link to the coordinator.
+    """Return the IP addresses at which a mirror listens; none if `linked` is empty.
 
-    That address is enough: other nodes are assumed to reach the network of the coordinator. A coordinator on this
-    machine has a loopback address; then all addresses that other machines can reach are added.
-    `own` are the addresses of all interfaces; None: read them. Return an empty tuple if `linked` is empty. Raise
-    `ValueError` if an address is invalid.
+    `linked` is the address of this machine on its link to the coordinator. That address is enough, because other nodes
+    are assumed to reach the network of the coordinator. A loopback address means that the coordinator runs on this
+    machine: then all addresses that other machines can reach are added. `own` are the addresses of all interfaces;
+    None: read them from the system. Raise `ValueError` if an address is invalid.
     """
     if not linked:
         return ()

@@ -1,9 +1,9 @@
 """Child process that serves the files of a manifest to other nodes: `python -m node.hub.serving.mirror`.
 
-The order is a line of the standard input (`MirrorOrder`). The mirror listens on one port of each address, with TLS.
-Both ends show the certificate of a node of the cluster, and the client sends the token of the transfer. The mirror ends
-after `idle_seconds` without a request. With `relay`, it also serves nodes that cannot connect to this machine, through
-the coordinator (`relay_listener`).
+The process reads its order (`MirrorOrder`) from the standard input. The mirror listens on one port of each address,
+with TLS. Both ends present the certificate of a node of the cluster, and the client sends the token of the transfer.
+The mirror ends after `idle_seconds` without a request. With `relay`, the mirror also serves nodes that cannot connect
+to this machine, through the coordinator (`relay_listener`).
 """
 
 import asyncio
@@ -33,9 +33,9 @@ BACKLOG = 64
 
 
 def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listen on one free port of each address, the same port where possible, and return the sockets.
+    """Listen on a free port of each address, on the same port number where possible. Return the listening sockets.
 
-    Addresses that cannot be used are left out. Raise `OSError` if none can be used.
+    Addresses that cannot be used are skipped. Raise `OSError` if none can be used.
     """
     opened, error = list[socket.socket](), OSError("the order names no address")
     for host in hosts:
@@ -53,7 +53,7 @@ def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
 
 
 def format_url(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
+    """Return the `https` URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
@@ -68,10 +68,10 @@ class MirrorServer:
         self._app = HubServer(repository.find, token=order.token)
 
     def run(self) -> ChildEnd:
-        """Serve until no request came for `idle_seconds`, a stop, or a failure. Return the end of the order.
+        """Serve until `idle_seconds` have passed without a request, a stop, or a failure. Return the end of the order.
 
-        Report the URLs and the progress every `REPORT_SECONDS`. Raise `OSError`, `ValueError` or `ssl.SSLError` if the
-        server cannot start.
+        The call blocks, and reports the URLs and the progress every `REPORT_SECONDS`. Raise `OSError`, `ValueError` or
+        `ssl.SSLError` if the server cannot start.
         """
         context = NodeServerContext.create(self._order.cluster)
         listeners = open_ports(self._order.hosts)
@@ -140,9 +140,9 @@ def _build_config(app: HubServer, create_context: Callable[[], ssl.SSLContext]) 
 
 
 def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
-    """Serve the files of a model to other nodes by an order. Return the end of the order.
+    """Perform an order to serve files to other nodes. Return its end.
 
-    The end is `COMPLETED` without requests for `idle_seconds`, `CANCELLED` after a stop, and `FAILED` if the server
+    The end is `COMPLETED` after `idle_seconds` without a request, `CANCELLED` after a stop, and `FAILED` if the server
     cannot start or has ended.
     """
     try:

@@ -1,6 +1,6 @@
-"""TLS between nodes: both ends show the certificate of their node, which the CA of the cluster has signed.
+"""TLS contexts for connections between nodes. Both ends present a certificate that the CA of the cluster has signed.
 
-The URI in the SAN identifies a node, not its address. The client checks this URI before it sends a request.
+The URI in the SAN identifies a node, and its address does not. The client checks this URI before it sends a request.
 """
 
 import ssl
@@ -26,7 +26,7 @@ class _NodeContext(ssl.SSLContext):
 
 
 class NodeServerContext(_NodeContext):
-    """Context of a server that accepts all nodes of the cluster."""
+    """TLS context of a server that accepts clients with a certificate of the cluster's CA."""
 
     @classmethod
     def create(cls, files: ClusterFiles) -> "NodeServerContext":
@@ -40,7 +40,7 @@ class NodeServerContext(_NodeContext):
 
 
 class NodeClientContext(_NodeContext):
-    """TLS context of a client. It accepts one server only: a given node, or the coordinator."""
+    """TLS context of a client that accepts only one server: a given node, or the coordinator."""
 
     _uri = ""
 

@@ -1,7 +1,7 @@
-"""Connections of a mirror that wait at the coordinator for nodes which cannot connect to this machine.
+"""Keep connections to the coordinator open, through which nodes that cannot connect to this machine reach its mirror.
 
-A fixed number of connections waits at a time. Each one that is joined with a node becomes a connection of the mirror's
-server, and another takes its place.
+A fixed number of connections waits at a time. A connection that the coordinator joins with another node becomes a
+connection of the mirror's server, and a new waiting connection replaces it.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from node.hub.relay_join import RelayAnswer, RelayRefusedError, build_join, spli
 from node.hub.serving.node_tls import NodeClientContext
 
 WAITING_CONNECTIONS = 4
-"""Connections that wait: as many as the parallel ranges of one download."""
+"""Number of waiting connections: as many as the parallel ranges of one download."""
 DIAL_TIMEOUT_SECONDS = 5.0
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class RelayListener:
-    """Connections to the coordinator that wait to be joined with other nodes, for the transfer with this `token`.
+    """Listener for relayed connections of the transfer with this `token`.
 
-    `create_server_protocol` returns the protocol for a connection that is joined.
+    `create_server_protocol()` returns the protocol that serves a joined connection.
     """
 
     def __init__(
@@ -34,9 +34,10 @@ class RelayListener:
         self._create_server_protocol = create_server_protocol
 
     async def run(self) -> None:
-        """Keep `WAITING_CONNECTIONS` waiting until the coordinator refuses the transfer permanently.
+        """Keep `WAITING_CONNECTIONS` connections waiting until the coordinator refuses the transfer permanently.
 
-        Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates or the address cannot be used.
+        Lost connections are dialed again. Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates or the
+        address of the coordinator cannot be used.
         """
         host, port = split_address(self._cluster.coordinator)
         context = NodeClientContext.create_for_coordinator(self._cluster)
@@ -92,7 +93,7 @@ class _WaitingConnection(asyncio.Protocol):
         """Done when the connection is joined. Its exception is an `OSError`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """Repository that this node serves to other nodes: a snapshot of the Hugging Face cache, or a download in progress.
 
-A file that is complete is served from its blob. A file that another process still downloads is served from its partial
-file, as far as the journal records its pieces. The reader of the file verifies the content.
+A complete file is read from its blob. A file that another process still downloads is read from its partial file, as far
+as the journal records its pieces. The node that gets the file verifies its content.
 """
 
 import os
@@ -26,7 +26,7 @@ class ServedFile(Protocol):
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes from `start`, of those that `count_available` has reported."""
+        """Return at most `size` bytes from `start`. `count_available` must have reported them before."""
         ...
 
     def close(self) -> None:
@@ -72,7 +72,7 @@ class OpenFile:
 
 
 class CacheRepository:
-    """Repository in the Hugging Face cache folder `hub`, with the files of `manifest`."""
+    """Repository with the files of `manifest` in the Hugging Face cache folder `hub`."""
 
     def __init__(self, hub: Path, manifest: ModelManifest) -> None:
         self._folder = RepositoryFolder(hub, manifest.repo)
@@ -84,13 +84,14 @@ class CacheRepository:
         return self._manifest
 
     def find(self, repo: str, revision: str) -> "CacheRepository | None":
-        """Return this repository if a client requests it: by its name, and its commit or `main`. Return None for any
-        other.
-        """
+        """Return this repository if `repo` is its name and `revision` its commit or `main`. Otherwise return None."""
         return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
 
     def open(self, file: ModelFile) -> ServedFile:
-        """Return a file of the manifest, also while it is downloaded. Its first `count_available` opens the file."""
+        """Return a file of the manifest, even if it is still being downloaded.
+
+        The first call of `count_available` opens the file.
+        """
         return _GrowingFile(file, self._find_complete, self._folder)
 
     def is_growing(self) -> bool:

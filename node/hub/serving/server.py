@@ -1,12 +1,14 @@
-"""Server of repositories by the protocol of the Hugging Face hub, as an ASGI application.
+"""Serve repositories by the protocol of the Hugging Face hub, as an ASGI application.
 
 `snapshot_download` of `huggingface_hub` works with this server as with the hub. The server is the mirror of a node, and
-the hub of the tests. If a file is still being downloaded, an answer waits for the requested range. After `wait_seconds`
-the answer is 503 with `Retry-After`, or the body ends early, and the client continues at the next byte.
+the hub of the tests. If a file is still being downloaded, a response waits for the requested range. After
+`wait_seconds`, the response is 503 with `Retry-After`, or its body ends early, and the client continues at the next
+byte.
 
 Rules
-- With a token, a request without it gets 401 and nothing else.
-- Only the repositories and files that `find` returns are served. No path of a request reaches the file system.
+- If the server has a token, a request without the token gets only a 401.
+- The server serves only repositories that `find` returns, and files of their manifests. Paths of requests are never
+  used as paths of the file system.
 """
 
 import asyncio
@@ -27,18 +29,19 @@ from node.hub.serving.served_repository import ServedFile, ServedRepository
 from wire.models.files import ModelFile
 
 READ_BYTES = 2 * 1024 * 1024
-"""Maximum bytes that a thread reads at once, while the bytes before them are sent. A change of threads takes 0.2 ms."""
+"""Maximum bytes that a thread reads in one call, while the previous bytes are sent. A switch of threads takes 0.2 ms.
+"""
 SEND_BYTES = 1024 * 1024
-"""Maximum bytes that are encrypted at once. Other connections take their turn between two parts."""
+"""Maximum bytes that are encrypted at once. Between two such parts, the loop serves other connections."""
 READ_THREADS = 4
 POLL_SECONDS = 0.05
 """Seconds between two checks for bytes of a file that is still being downloaded."""
 WAIT_SECONDS = 5.0
-"""Seconds for which a missing range is waited for. Less than `MIRROR_TIMEOUT_SECONDS` of the client."""
+"""Maximum seconds for which a response waits for a missing range; less than `MIRROR_TIMEOUT_SECONDS` of the client."""
 RETRY_SECONDS = 1
 """Value of `Retry-After` for a range that cannot be sent yet."""
 PENDING = "Pending"
-"""`X-Error-Code` of a range that is still being downloaded."""
+"""Value of `X-Error-Code` for a range that is still being downloaded."""
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 
 Scope = MutableMapping[str, Any]
@@ -50,7 +53,7 @@ _Headers = Mapping[str, str]
 
 
 class _Refused(Exception):
-    """Error that is answered with a status, headers and a JSON body."""
+    """Raised to answer a request with an HTTP status, headers and a JSON body."""
 
     def __init__(self, status: HTTPStatus, message: str, code: str = "", headers: _Headers | None = None) -> None:
         super().__init__(message)
@@ -68,10 +71,11 @@ class _Span:
 
 
 class HubServer:
-    """ASGI application. `find(repo, revision)` returns a served repository, or None; it is called in a thread.
+    """ASGI application that serves repositories.
 
-    With a `token`, only requests with this bearer token are answered. `wait_seconds` is the maximum wait for bytes that
-    are still being downloaded.
+    `find(repo, revision)` returns a served repository, or None, and is called in a thread. With a `token`, only
+    requests with this bearer token are answered. `wait_seconds` is the maximum wait for bytes that are still being
+    downloaded.
     """
 
     def __init__(self, find: Find, *, token: str = "", wait_seconds: float = WAIT_SECONDS) -> None:
@@ -89,7 +93,7 @@ class HubServer:
         return 0.0 if self._active else time.monotonic() - self._used_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request: with 401 without the token, with 500 after an `OSError`. Ignore other protocols."""
+        """Answer one HTTP request; without the token with 401, after an `OSError` with 500. Ignore other protocols."""
         if scope["type"] != "http":
             return
         if not self._is_authorized(scope):
@@ -225,7 +229,10 @@ class HubServer:
 
 
 def describe_repository(repository: ServedRepository, *, blobs: bool = False) -> dict[str, Any]:
-    """Return the answer to a request for a repository; with `blobs`, with size and digest of each file."""
+    """Return the JSON document of the hub that describes a repository.
+
+    `blobs` is whether the document has size and digest of each file.
+    """
     manifest = repository.manifest
     return {
         "id": manifest.repo,
@@ -244,7 +251,7 @@ def describe_repository(repository: ServedRepository, *, blobs: bool = False) ->
 
 
 def list_tree(repository: ServedRepository) -> list[dict[str, Any]]:
-    """Return the answer to a request for the tree of a repository, with all files."""
+    """Return the JSON document of the hub that lists all files of a repository with their sizes and digests."""
     return [
         {"type": "file", "path": file.path, **_describe_digests(file, "oid", "oid")}
         for file in repository.manifest.files
