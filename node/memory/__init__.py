@@ -1,1 +1,1 @@
-"""Memory readings of the machine and of processes, the limits computed from them, and their enforcement."""
+"""Read the memory of the machine and of processes, compute memory limits from it, and enforce them."""

@@ -13,8 +13,7 @@ Invariants
 - The limiting term is named, with advice for a person.
 
 All inputs are read at each check. A `memory.cap` above the RAM, or above the Metal limit without permission, is an
-error at start. If a limit falls later, or the container has a lower one, the lower limit applies, with a warning while
-it does.
+error at start. If a limit falls later, or the limit of the container is lower, the lower value applies, with a warning.
 """
 
 import re
@@ -32,14 +31,14 @@ class MemoryTier:
     """Memory that the node leaves to the system and to other programs, for one value of `memory.tier`."""
 
     reserve: int
-    """Bytes of RAM that an automatic cap leaves to the system, from `SMALL_MACHINE_BYTES` of RAM on."""
+    """Bytes of RAM that an automatic cap leaves to the system on a machine with at least `SMALL_MACHINE_BYTES`."""
     active_share: float
     """Share of the active pages that counts as reclaimable, 0 to 1."""
 
 
 CUSTOM = "custom"
-"""Tier of an explicit cap, to which no reserve applies. `compute_reserve` returns 0 for this tier, from
-`SMALL_MACHINE_BYTES` of RAM on."""
+"""Tier of an explicit cap, which needs no reserve. `compute_reserve` returns 0 for this tier, except on a machine with
+less RAM than `SMALL_MACHINE_BYTES`."""
 TIERS = {
     "safe": MemoryTier(12 * GIB, 0.2),
     "balanced": MemoryTier(8 * GIB, 0.5),
@@ -60,7 +59,7 @@ METAL_SHARES = (
     (128 * GIB, 0.84),
     (512 * GIB, 0.75),
 )
-"""Default Metal limit by RAM, as share of the RAM. Sizes between are interpolated.
+"""Pairs of a RAM size in bytes and the default Metal limit as a share of that RAM. Sizes between are interpolated.
 
 16 GiB: https://github.com/AlexsJones/llmfit/pull/754, 128: https://github.com/antirez/ds4/pull/893, 32 to 64: the
 device line of llama.cpp in public logs of macOS 26 and 27, 8 and 512 (macOS 15):
@@ -69,9 +68,9 @@ https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macO
 METAL_SHARES_SINCE = 26
 """Major version of macOS from which `METAL_SHARES` applies."""
 METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
-"""Default Metal limit before macOS 26 as a share of the RAM.
+"""Default Metal limit before macOS 26: two shares of the RAM, 0 to 1, and a RAM size in bytes.
 
-`METAL_SHARE_BEFORE_SMALL` applies to a RAM of at most `METAL_SMALL` bytes.
+`METAL_SHARE_BEFORE_SMALL` applies to a RAM of at most `METAL_SMALL` bytes, `METAL_SHARE_BEFORE` to more RAM.
 
 Examples: 10.7 of 16 GiB, 21.3 of 32, 384 of 512.
 
@@ -84,13 +83,13 @@ with 512 GiB."""
 
 @dataclass(frozen=True, slots=True)
 class MachineBounds:
-    """Memory limits of this machine in bytes, from which the cap follows."""
+    """Memory limits of this machine in bytes: inputs of `resolve_cap`."""
 
     total: int
     """RAM of the machine; 0 if unreadable."""
     metal: int | None = None
-    """Metal limit; None without Metal. Before the device has reported a limit (`with_device`), the limit that a person
-    set, or an estimate."""
+    """Metal limit; None without Metal. Until the device has reported a limit (`with_device`), this is the limit that a
+    person set, or an estimate."""
     container: int | None = None
     """Memory limit of the container; None without one."""
     wired: int | None = None
@@ -177,9 +176,8 @@ def estimate_metal_limit(total: int, system: str = "") -> int:
 def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBounds:
     """Return the bounds with the Metal limit that the device reported; unchanged without a device or Metal.
 
-    The limit of the device follows `iogpu.wired_limit_mb`, but MLX reads the limit once for each process. A changed
-    `iogpu.wired_limit_mb` therefore applies immediately if it is lower, and after the next start of the engine if it is
-    higher.
+    The limit of the device follows `iogpu.wired_limit_mb`, but MLX reads the limit only once in each process. A lower
+    value of `iogpu.wired_limit_mb` therefore applies immediately, a higher value after the next start of the engine.
     """
     if device is None or bounds.metal is None:
         return bounds
@@ -188,10 +186,9 @@ def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBou
 
 
 def compute_safe_wired_limit(tier: str, total: int) -> int:
-    """Return the highest wired limit in bytes that leaves the system the reserve of the tier, and at least 5 % of the
-    RAM.
+    """Return the highest wired limit in bytes that leaves the reserve of the tier and 5 % of the RAM to the system.
 
-    `total` is the RAM in bytes. If the reserve exceeds it, return 0.
+    `total` is the RAM in bytes. Return 0 if the reserve exceeds the RAM.
     """
     return max(0, min(total - compute_reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
@@ -289,9 +286,9 @@ def _build_sysctl_command(wanted: int, total: int) -> str:
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
-    """Return the margin for a `memory.margin` and a cap in bytes. Raise `SettingsError` for an invalid size.
+    """Return the margin for a value of `memory.margin` and a cap in bytes.
 
-    A margin of 0, and one of at least the cap, has a warning.
+    The result has a warning for a margin of 0, or of at least the cap. Raise `SettingsError` for an invalid size.
     """
     if setting == "auto":
         return Margin(compute_default_margin(cap), automatic=True)
@@ -309,9 +306,9 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
 def compute_reach(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
     """Return the bytes that the engine could use now; None if `phys` or `reclaimable` is None.
 
-    They are the sum of the engine's footprint (`phys`), the memory that the system can free (`reclaimable`), and
-    `worker`. The last is the footprint of the process group that uses the lease. It counts up to `lease`, because
-    `compute_ceiling` subtracts the lease.
+    All arguments are bytes. The result is the sum of the engine's footprint (`phys`), the memory that the system can
+    free (`reclaimable`), and `worker`. That is the footprint of the process group that uses the lease; it counts up to
+    `lease`, because `compute_ceiling` subtracts the lease.
     """
     if phys is None or reclaimable is None:
         return None
@@ -321,10 +318,10 @@ def compute_reach(phys: int | None, reclaimable: int | None, *, worker: int = 0,
 def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
     """Return the bytes that the engine may use now, at least 1, with the term that limits them and a remedy.
 
-    `reach` is the result of `compute_reach`: the bytes that the engine could use on this machine. `leases` are bytes,
-    which are subtracted. The limiting term is the larger reduction, by leases or by other programs; on a tie, the
-    leases. If nothing reduces the cap, the term is the one that limits the cap. If `reach` is None, the ceiling is
-    1 byte and the term `UNREADABLE`.
+    `reach` is the result of `compute_reach`: the bytes that the engine could use on this machine. `leases` are the
+    leased bytes. The limiting term is the larger reduction of the cap, by leases or by other programs; on a tie, the
+    leases. Without a reduction, it is the term that limits the cap. If `reach` is None, the ceiling is 1 byte and the
+    term is `UNREADABLE`.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
@@ -338,6 +335,9 @@ def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceili
 
 
 def build_limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
-    """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling in force, `guard`
-    whether the guard is on, `leases` the leased bytes."""
+    """Return the limits as a frame for the engine, without a sequence number.
+
+    `now` is the ceiling in force. `guard` is whether requests are refused for lack of memory. `leases` are the leased
+    bytes.
+    """
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

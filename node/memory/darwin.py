@@ -1,10 +1,10 @@
-"""Memory readings on macOS by ctypes. Unverified on macOS: tested against a compiled stand-in with these signatures.
+"""Read memory on macOS by ctypes. Unverified on macOS: tested against a compiled stand-in with these signatures.
 
-The footprint is `ri_phys_footprint` of `proc_pid_rusage` (`RUSAGE_INFO_V4`, 296 bytes, <sys/resource.h>). It counts
-Metal's IOAccelerator pages, which resident sizes do not, and works for every process of the same user. The structure
-also has the highest footprint ever, and since `proc_reset_footprint_interval` (<libproc.h>). psutil has neither. The
-start time that psutil returns changes with the clock and therefore does not identify a process.
-A value that cannot be read is None, never 0.
+The footprint is `ri_phys_footprint` of `proc_pid_rusage` (`RUSAGE_INFO_V4`, 296 bytes, <sys/resource.h>). It includes
+Metal's IOAccelerator pages, which resident sizes do not, and is readable for every process of the same user. The
+structure also has two high-water marks: since the start of the process, and since `proc_reset_footprint_interval`
+(<libproc.h>). psutil has none of them. The start time that psutil returns changes with the clock and therefore does not
+identify a process. A value that cannot be read is None, never 0.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ class ProcBsdInfo(ctypes.Structure):
 class LibSystem:
     """Functions of libSystem for the memory of processes and for values of sysctl, called by ctypes.
 
-    Raise `OSError` if the library cannot be loaded.
+    The constructor raises `OSError` if the library cannot be loaded.
     """
 
     def __init__(self, library: str = SYSTEM) -> None:
@@ -96,9 +96,9 @@ class LibSystem:
         return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
-        """Start a new interval of a process: reset its `HighWaterMarks.interval` to the footprint now.
+        """Reset `HighWaterMarks.interval` of a process to its current footprint. Return whether that succeeded.
 
-        Return False if the system has no such call or refuses it.
+        Return False if the system does not have the call or refuses it.
         """
         return self._reset_interval is not None and self._reset_interval(pid) == 0
 
@@ -107,8 +107,10 @@ class LibSystem:
         return usage if self._rusage(pid, RUSAGE_INFO_V4, byref(usage)) == 0 else None
 
     def read_process_identity(self, pid: int) -> str:
-        """Return an identifier of a process that no later process has: its start time. Empty for an ended, foreign or
-        unreadable process."""
+        """Return an identifier that no later process with the same pid has: the start time of the process.
+
+        The result is empty for an ended, foreign or unreadable process.
+        """
         described, size = ProcBsdInfo(), ctypes.sizeof(ProcBsdInfo)
         if self._pid_info(pid, PROC_PIDTBSDINFO, 0, byref(described), size) != size or described.status == ZOMBIE:
             return ""
@@ -161,8 +163,8 @@ class DarwinFootprint:
         return self._system.read_high_water_marks(self._pid)
 
     def begin_interval(self) -> bool:
-        """Start a new interval: reset `HighWaterMarks.interval` to the footprint now. Return False if that failed."""
+        """Reset `HighWaterMarks.interval` to the current footprint. Return whether that succeeded."""
         return self._system.begin_interval(self._pid)
 
     def close(self) -> None:
-        """Do nothing: no resource is held."""
+        """Do nothing, because this reader has no resources to release."""

@@ -1,23 +1,23 @@
 """Decide the orders to an engine that is above its limits. Pure: `node.memory.poll` calls `step` at each poll.
 
-The gate is inside the engine and refuses before memory is allocated. The enforcer is in the agent. The enforcer reacts
-to memory that was allocated nevertheless: by a peak that no estimate predicted, a leak, or a new lease. It decides by
-the agent's own reading of the process, and can end the process. With `memory.guard` off, it only counts.
+The gate is inside the engine and refuses requests before memory is allocated. The enforcer is in the agent. It reacts
+to memory above a limit nevertheless, because of a peak that no estimate predicted, a leak, or a new lease. The enforcer
+decides by the agent's own reading of the process, and can end the process. With `memory.guard` off, it only counts.
 
     OK         headroom ≥ 0         nothing
     OVER_SOFT  headroom < 0         order at each poll: release free buffers, reusable cache and idle models. The gate
                                     admits no request meanwhile, because it uses the same numbers
-    OVER_HARD  current over         once: as OVER_SOFT. On two readings in a row: order to end the newest request;
-               cap − leases         after each answer, the next request, while the engine stays over
+    OVER_HARD  current over         first reading: as OVER_SOFT. From the second reading in a row: order to end the
+               cap − leases         newest request; after each answer, the next request, while the engine stays over
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
-`wire.capacity.arithmetic.compute_level` computes the levels. An unreadable footprint neither counts nor resets the
+`wire.capacity.arithmetic.compute_level` computes the levels. An unreadable footprint neither increases nor resets the
 count of readings. While the ceiling is unreadable, only an engine above cap − leases gets orders. An engine that
-answers is never ended, even with nothing left to release: it refuses all requests then.
+answers is never ended, even with no memory left to release, because its gate then refuses all requests.
 
-Orders are executed between native calls, and a forward can last longer than a period. While a native call may still run
-(`EnforcerInput.call_until`), the process is therefore not ended. A poll that comes late ends no engine, because the
-answer of the engine may not have been read yet.
+The engine executes orders between native calls, and a forward can last longer than a period. While a native call may
+still run (`EnforcerInput.call_until`), the process is therefore not ended. A late poll ends no engine, because the
+agent may not have read the answer of the engine yet.
 """
 
 from dataclasses import dataclass, replace
@@ -35,12 +35,12 @@ IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
 EMPTY_POLL_SECONDS = 5.0
 """Seconds between polls while the engine is idle without a loaded model, and without an engine."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
-"""Seconds since the last poll from which a poll of an engine over its cap is late. A late poll ends no engine."""
+"""Seconds after the last poll from which on a poll is late. A late poll ends no engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnforcerInput:
-    """Input of `step`: readings of the engine at one poll, and its answer to orders."""
+    """Input of `step`: readings of the engine at one poll, and the last order that the engine has executed."""
 
     engine: int | None
     """Process id of the engine that runs and has limits; None without one."""
@@ -73,8 +73,8 @@ class EnforcerState:
     looked_at: float = 0.0
     """Time of the last poll."""
     ended: int | None = None
-    """Process id of the engine that the enforcer ended. None again when another engine or none runs, because the system
-    can reuse the id."""
+    """Process id of the engine that the enforcer ended; None before. Reset to None once another engine or no engine
+    runs, because the system can reuse the id."""
     over_caps: int = 0
     """Number of times that the engine rose above cap − leases."""
     kills: int = 0
@@ -99,7 +99,7 @@ Action = SendOrder | EndEngine
 
 
 def step(state: EnforcerState, reading: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
-    """Return the state after one poll, and the actions to run: at most one. `now` is in monotonic seconds."""
+    """Return the state after one poll, and the actions to perform: at most one. `now` is in monotonic seconds."""
     level = MemoryLevel.UNKNOWN if reading.engine is None else arithmetic.compute_level(reading.memory)
     if reading.engine != state.engine:
         state = replace(state, engine=reading.engine, over=0, order_number=0, ended=None)
@@ -141,9 +141,9 @@ def _reduce_hard(
 
 
 def compute_pause_seconds(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
-    """Return the seconds until the next poll. `busy`: the engine works; `loaded`: a model is loaded.
+    """Return the seconds until the next poll.
 
-    An engine above cap − leases counts as busy.
+    `busy` is whether the engine works, `loaded` whether a model is loaded. An engine above cap − leases counts as busy.
     """
     if busy or state.over:
         return BUSY_POLL_SECONDS

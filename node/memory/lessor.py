@@ -1,7 +1,7 @@
-"""Leases of memory to a process other than the engine: lower the ceiling, and wait until the engine holds the limits.
+"""Lease memory to a process other than the engine: lower the ceiling, and wait until the engine has confirmed it.
 
-A node has one lease at a time. `lower_ceiling` refuses a lease while another kind of process (`LeaseHolder`) holds one;
-the caller ensures that its own kind holds none. The caller checks before whether the memory fits. It returns the memory
+A node has one lease at a time. `lower_ceiling` refuses a lease while another kind of process (`LeaseHolder`) has one;
+the caller ensures that its own kind has none. The caller first checks that the memory fits. It calls `return_memory`
 after a failed `lower_ceiling`, and after the process that used the lease has ended.
 """
 
@@ -19,7 +19,7 @@ from wire.refusals import Refused
 from wire.units import show_size
 
 CONFIRM_TIMEOUT_SECONDS = 5.0
-"""Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
+"""Timeout in seconds of the engine's confirmation that lower limits are in force, or that an order was executed."""
 
 
 class LeaseObstacle(StrEnum):
@@ -30,7 +30,7 @@ class LeaseObstacle(StrEnum):
     ENGINE_SILENT = "no confirmation"
     """The engine did not confirm the lower limits."""
     NEW_REQUESTS = "new requests"
-    """Requests took the memory meanwhile."""
+    """New requests used the memory before the lower limits were in force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class LeaseFailure:
     message: str
     """Reason as a sentence for people."""
     refused: Refused | None = None
-    """Memory numbers of the obstacle `NEW_REQUESTS`; None for another obstacle."""
+    """Refusal with the memory numbers, for the obstacle `NEW_REQUESTS`; None for other obstacles."""
 
 
 class MemoryLessor:
-    """Lender of memory to processes of the kind `holder`, for which the ceiling of the engine is lowered.
+    """Lessor of memory to processes of the kind `holder`. A lease lowers the ceiling of the engine.
 
     Call every method on the event loop of the memory poll.
     """
@@ -64,7 +64,7 @@ class MemoryLessor:
         return self._limiter.holder is self._holder
 
     def on_engine_change(self) -> None:
-        """Check the conditions of waiting calls again, after a new report of the engine."""
+        """Handle a new report of the engine: waiting calls check their conditions again."""
         self._changed.set()
 
     def find_other_holder(self) -> str:
@@ -75,22 +75,21 @@ class MemoryLessor:
         return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
 
     async def make_room(self, size: int) -> None:
-        """Order the engine to make room for `size` bytes.
+        """Order the engine to make room for `size` bytes, and wait for its confirmation.
 
-        The engine frees spare memory, cached prefixes and idle models, and aborts a load for which no request waits. If
-        all of these together would not suffice, it frees only MLX's free buffers.
-
-        Return when the engine has answered, at the latest after `CONFIRM_TIMEOUT_SECONDS`, also if less was freed.
+        The engine frees buffers, cached prefixes and idle models, and aborts a load for which no request waits. If all
+        of these together would not suffice, the engine frees only MLX's free buffers. Return after the confirmation of
+        the engine, at the latest after `CONFIRM_TIMEOUT_SECONDS`, even if the engine freed less than `size` bytes.
         """
         number = self._supervisor.orders.free_memory(size)
         await self._wait_until(lambda: self._supervisor.reports.freed_order >= number)
 
     async def lower_ceiling(self, size: int) -> LeaseFailure | None:
-        """Lower the ceiling by `size` bytes, and wait until the engine holds the lower limits. Return None on success.
+        """Lower the ceiling by `size` bytes, and wait until the engine has confirmed it. Return None on success.
 
-        Return a failure if a process of another kind holds a lease, or if new requests took the memory meanwhile.
-        Return a failure as well if the engine does not confirm within `CONFIRM_TIMEOUT_SECONDS`. The ceiling stays
-        lowered after a failure other than `HELD`, and if this call is cancelled: call `return_memory`.
+        Return a failure if a process of another kind has a lease, or if new requests used the memory meanwhile. Return
+        a failure as well if the engine does not confirm within `CONFIRM_TIMEOUT_SECONDS`. After a failure other than
+        `HELD`, and after a cancellation of this call, the ceiling stays lowered until `return_memory`.
         """
         other = self.find_other_holder()
         if other:
@@ -109,7 +108,7 @@ class MemoryLessor:
         return None
 
     def return_memory(self) -> None:
-        """End the lease, if it is one of this kind, and restore the ceiling at once."""
+        """End the lease and restore the ceiling at once. Do nothing if this kind of process has no lease."""
         if self.holding:
             self._limiter.end_lease()
             self._poll.poll_once()

@@ -5,8 +5,8 @@ engine receives new limits after a change of the leases, the cap, the margin or 
 of the ceiling is sent if it is at least a step.
 
 If the available memory cannot be read, its last good value is used for `reading.STALE_AFTER_SECONDS` seconds. After
-that the engine admits no request, unless the guard is off, and evicts nothing for this reason. If the RAM cannot be
-read, the last cap stays in force.
+that, the engine admits no request, unless the guard is off, but frees no memory because of the unknown value. If the
+RAM cannot be read, the last cap stays in force.
 """
 
 import time
@@ -37,16 +37,15 @@ from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
 CEILING_STEP_BYTES = 64 * MIB
-"""Change of the ceiling in bytes that is always sent to the engine. A smaller change is sent from `CEILING_STEP_SHARE`
-of the cap on."""
+"""Maximum size of the step in bytes: a change of the ceiling by at least one step is sent to the engine."""
 CEILING_STEP_SHARE = 0.01
-"""Smallest change of the ceiling that is sent to the engine, as a share of the cap; at most `CEILING_STEP_BYTES`."""
+"""Size of the step as a share of the cap, at most `CEILING_STEP_BYTES`."""
 
 log = structlog.get_logger("node.memory.limits")
 
 
 class LeaseHolder(StrEnum):
-    """Kind of process to which memory is leased. The value is for messages."""
+    """Kind of process to which memory is leased. The values are texts for messages."""
 
     VIDEO = "a video job"
     QUANTIZATION = "a quantization"
@@ -55,8 +54,9 @@ class LeaseHolder(StrEnum):
 class Limiter:
     """Calculator of this node's memory limits, with its cap, margin, lease and last readings.
 
-    `origins` has the origin of each setting that is not a default, for the log. The Metal limit that the device reports
-    is stored in `folder` (None: not stored). Raise `SettingsError` if this machine cannot satisfy the settings.
+    `origins` has the origin of each setting that is not a default, for the log. `folder` is the folder that stores the
+    Metal limit that the device reports; None: it is not stored. The constructor raises `SettingsError` if this machine
+    cannot satisfy the settings.
     """
 
     def __init__(
@@ -98,13 +98,17 @@ class Limiter:
 
     @property
     def worker(self) -> int | None:
-        """Id of the process group that uses the lease; None without one. Its footprint counts as leased memory, not as
-        memory of other programs."""
+        """Id of the process group that uses the lease; None without one.
+
+        The footprint of the group counts as leased memory, not as memory of other programs.
+        """
         return self._worker
 
     def begin_lease(self, size: int, holder: LeaseHolder) -> None:
-        """Record a lease of `size` bytes to a process of the kind `holder`: the next poll lowers the ceiling. This
-        replaces an earlier lease."""
+        """Record a lease of `size` bytes to a process of the kind `holder`, in place of an earlier lease.
+
+        The next poll lowers the ceiling.
+        """
         self._leases, self._holder = size, holder
 
     def set_worker(self, group: int) -> None:
@@ -112,8 +116,7 @@ class Limiter:
         self._worker = group
 
     def end_lease(self) -> None:
-        """Remove the lease with its holder and process group, because it has ended. The next poll restores the
-        ceiling."""
+        """Remove the lease, its holder and its process group. The next poll restores the ceiling."""
         self._leases, self._holder, self._worker = 0, None, None
 
     @property
@@ -136,10 +139,10 @@ class Limiter:
         return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
-        """Use the Metal limit that an engine reports, in bytes, and store the limit for later starts. Ignore 0, which
-        an engine without Metal reports.
+        """Use the Metal limit (bytes) that an engine reports, and store it for later starts of the node.
 
-        `engine` is the process id. Only the first report of a process counts, because MLX reads the limit once.
+        `engine` is the process id. Only the first report of a process counts, because MLX reads the limit once. The
+        limit 0, which an engine without Metal reports, is ignored.
         """
         if not limit or engine == self._engine:
             return
@@ -161,9 +164,10 @@ class Limiter:
         return None if wired is None else max(0, wired - self.measure_worker_footprint())
 
     def compute_limits(self, phys: int | None) -> MemoryLimits:
-        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits, which are not sent.
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits without sending them.
 
-        Log a changed cap. `phys` is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
+        A changed cap is logged. `phys` is the footprint of the engine in bytes; 0 without an engine, None if
+        unreadable.
         """
         self._look()
         reach = self._reach.update(self._compute_reach(phys), time.monotonic())
@@ -171,11 +175,10 @@ class Limiter:
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass the limits to
-        `send` if they differ from the limits sent last.
+        """Compute the limits (`compute_limits`), pass them to `send` if they have changed, and return them.
 
-        A change of the ceiling alone counts from the smaller of `CEILING_STEP_BYTES` and `CEILING_STEP_SHARE`. `phys`
-        is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
+        A change of the ceiling alone must be at least one step (`CEILING_STEP_BYTES`, `CEILING_STEP_SHARE`). `phys` is
+        the footprint of the engine in bytes; 0 without an engine, None if unreadable.
         """
         limits, last = self.compute_limits(phys), self._last_limits
         if (

@@ -1,8 +1,9 @@
-"""Memory readings on Linux, for coordinators and as stand-in for a Mac in development and tests.
+"""Read memory on Linux, for coordinators, and in place of a Mac in development and tests.
 
 The footprint is the resident set in `/proc/PID/statm`, read by pread on an open descriptor (1.6 µs, 17 µs with open).
 It includes shared libraries and is therefore at least the private memory of the process. A limit of a cgroup counts as
-RAM. The kernel has one high-water mark (VmHWM), which `clear_refs` resets; the lifetime maximum is kept here.
+RAM. The kernel has one high-water mark (VmHWM), which `clear_refs` resets. `LinuxFootprint` stores the lifetime
+maximum.
 """
 
 import os
@@ -14,11 +15,11 @@ DEAD = (b"Z", b"X")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
-"""Bytes from which a limit means "no limit": cgroup v1 uses a number near 2^63."""
+"""Bytes from which on the limit of a cgroup means no limit: cgroup v1 uses a number near 2^63."""
 STALLED = (("critical", 60.0), ("warn", 10.0))
 """Levels of the memory pressure, each with its threshold in percent, highest first.
 
-The threshold is the share of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60.
+The threshold is the share of the last 10 s in which a task waited for memory. systemd-oomd kills processes at 60 %.
 """
 
 
@@ -46,7 +47,7 @@ class LinuxFootprint:
     def read_high_water_marks(self) -> HighWaterMarks:
         """Return the high-water marks of the resident set; None in both fields if they cannot be read.
 
-        `lifetime` is the maximum that the calls on this reader have seen, because `begin_interval` resets the mark of
+        `lifetime` is the highest mark that calls of this reader have read, because `begin_interval` resets the mark of
         the kernel.
         """
         mark = _read_sizes(self._folder / "status").get("VmHWM")
@@ -56,7 +57,7 @@ class LinuxFootprint:
         return HighWaterMarks(self._highest, mark)
 
     def begin_interval(self) -> bool:
-        """Reset `HighWaterMarks.interval` to the present resident set. Return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the current resident set. Return whether that succeeded."""
         self.read_high_water_marks()
         try:
             (self._folder / "clear_refs").write_text("5")
@@ -72,8 +73,10 @@ class LinuxFootprint:
 
 
 def read_process_identity(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return an identifier of a process that no later process has: boot id and start time. Empty for an ended or
-    unreadable process."""
+    """Return an identifier that no later process with the same pid has: boot id and start time of the process.
+
+    The result is empty for an ended or unreadable process.
+    """
     stat = _read_stat_fields(f"{proc}/{pid}")
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()

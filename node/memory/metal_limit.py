@@ -1,8 +1,7 @@
 """Store the Metal limit that the device of this machine reported, in STATE/node/metal.json (0600), for later starts.
 
-A limit belongs to a chip, its RAM, a version of macOS and a value of `iogpu.wired_limit_mb`. An unreadable file, and
-one that differs from this machine, are ignored. Until the engine reports, the node then uses the limit that a person
-set, or an estimate.
+A stored limit is valid for one chip, its RAM, one version of macOS and one value of `iogpu.wired_limit_mb`. Without a
+valid file, the node uses the limit that a person set, or an estimate, until the engine reports.
 """
 
 from pathlib import Path
@@ -30,10 +29,10 @@ class _StoredLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_metal_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
-    """Return the Metal limit stored in `folder`. Return None if there is none, if it is unreadable, or if it belongs to
-    another chip, RAM, version of macOS or value of `iogpu.wired_limit_mb`.
+    """Return the Metal limit stored in `folder`; None if there is none that is readable and valid for this machine.
 
-    `wired` is the present value of `iogpu.wired_limit_mb` in bytes; None if a person has not set it.
+    A limit for another chip, RAM, version of macOS or value of `iogpu.wired_limit_mb` is not valid. `wired` is the
+    current value of `iogpu.wired_limit_mb` in bytes; None if no person has set it.
     """
     try:
         stored = msgspec.json.decode((folder / FILE).read_bytes(), type=_StoredLimit)

@@ -1,7 +1,7 @@
-"""Poll the memory of the engine and the machine from outside, set the limits, and run the enforcer.
+"""Poll the memory of the engine and the machine from the agent, set the limits, and run the enforcer.
 
-This is the agent's half of the memory safety. Polls run from `start` to `stop`: one that fails still schedules the
-next. A new report or process of the engine can move the next poll forward.
+Polls run from `start` to `stop`. A poll that fails still schedules the next one. A new report or a new process of the
+engine can move the next poll forward.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ log = structlog.get_logger("node.memory.poll")
 def compute_margin_in_force(limits: MemoryLimits, reported: Memory) -> int:
     """Return the margin in bytes that the engine's gate uses, from the memory that the engine `reported`.
 
-    The gate decides an automatic margin, because only the engine has the profiles from which the margin follows. Before
-    the first report under the present cap, the margin without profiles is used.
+    An automatic margin is the one in the engine's report, because only the engine has the profiles to compute it.
+    Before the first report under the current cap, the result is the margin without profiles.
     """
     decided = limits.margin_auto and reported.cap == limits.cap > 0
     return reported.margin if decided else limits.margin
@@ -59,20 +59,24 @@ class MemoryPoll:
         self.poll_once()
 
     def stop(self) -> None:
-        """Stop polling, until the next `poll_once`."""
+        """Stop polling. A later `poll_once` starts it again."""
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:
-        """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once.
-        Otherwise poll when the pause for the engine's state has passed since the last poll. Do nothing before `start`
-        and after `stop`."""
+        """Move the next poll forward after a change of the engine.
+
+        If the engine is a new process, poll at once. Otherwise poll when the pause for the engine's new state
+        (`compute_pause_seconds`) has passed since the last poll. Do nothing before `start` and after `stop`.
+        """
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))
 
     def poll_once(self) -> None:
-        """Read the memory, set the limits, run the enforcer, and schedule the next poll in place of an earlier one. The
-        next poll is scheduled also if this one raises."""
+        """Read the memory, set the limits, run the enforcer, and reschedule the next poll.
+
+        The next poll is scheduled even if this one raises.
+        """
         loop = asyncio.get_running_loop()
         self._polled_at = loop.time()
         try:
@@ -158,7 +162,7 @@ class MemoryPoll:
         return enforcer.compute_pause_seconds(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def read_memory(self) -> Memory:
-        """Read the footprint of the engine now. Return its memory with this reading and the present limits.
+        """Read the footprint of the engine and the machine now, and return the engine's memory with current limits.
 
         The limits are not sent to the engine.
         """
@@ -168,8 +172,10 @@ class MemoryPoll:
     # parts of the report
 
     def build_system_memory(self) -> SystemMemory:
-        """Return the last reading of the machine's memory for the node's report, with its age in seconds. Add the
-        present footprint of the process group that uses a lease."""
+        """Return the last reading of the machine's memory for the node's report.
+
+        The result includes the current footprint of the process group that uses a lease, which is read now.
+        """
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
         return SystemMemory(
@@ -177,8 +183,7 @@ class MemoryPoll:
         )
 
     def build_enforcement(self) -> Enforcement:
-        """Return the level and the counts of the enforcer for the node's report, and the footprint and high-water marks
-        of the engine. Add the limiting term of the cap, the advice for the ceiling, the tier and all warnings."""
+        """Return the enforcer's level, readings and counts for the node's report, with limiting terms and warnings."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.probe.read_high_water_marks()
         return Enforcement(
             state.level,

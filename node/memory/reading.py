@@ -1,8 +1,8 @@
-"""Values of memory readings, and the recent peak of a process.
+"""Data classes of memory readings, and the recent peak of a process.
 
-An unreadable footprint is None, never 0, because no request starts while the footprint is unknown. Readings are taken
-between forwards. The margin and the estimate of a request cover the peak inside a forward
-(`wire.capacity.arithmetic`). A reading during the peak would count it twice.
+An unreadable footprint is None, never 0, because no request may start while the footprint is unknown. Readings are
+taken between forwards. The margin and the estimate of a request cover the peak inside a forward
+(`wire.capacity.arithmetic`). A reading during a forward would count the peak twice.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 RECENT_POLLS = 5
 """Maximum number of periods of `POLL_PERIOD_SECONDS` in the window of `RecentPeak`."""
 POLL_PERIOD_SECONDS = 1.0
-"""Seconds between polls of an idle engine with a model. `RecentPeak` keeps the highest reading of each period. The
-enforcer waits one period for the answer to an order."""
+"""Seconds between polls of an idle engine with a model, and length of the periods of `RecentPeak`. The enforcer waits
+one period for the answer to an order."""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 PHYS_FOOTPRINT = "phys_footprint"
@@ -40,7 +40,7 @@ class MemoryReading:
 
 @dataclass(slots=True)
 class LastGood:
-    """Last good value of a reading that can fail, which replaces failed readings for a short time."""
+    """Last good value of a reading that can fail. It replaces failed readings for `STALE_AFTER_SECONDS`."""
 
     value: int | None = None
     """Last good value; None before the first."""
@@ -48,10 +48,10 @@ class LastGood:
     """Time of `value` in monotonic seconds."""
 
     def update(self, value: int | None, now: float) -> int | None:
-        """Store and return `value`. If `value` is None, return the last good value.
+        """Store and return `value`. If `value` is None, return the last good value instead.
 
-        Return None if the last good value is older than `STALE_AFTER_SECONDS` at `now` (monotonic seconds), or if there
-        is none.
+        Return None if there is no last good value, or if it is older than `STALE_AFTER_SECONDS` at `now` (monotonic
+        seconds).
         """
         if value is not None:
             self.value, self.at = value, now
@@ -62,8 +62,8 @@ class LastGood:
 class HighWaterMarks:
     """High-water marks of a process's footprint in bytes, measured by the kernel; None if unknown.
 
-    They include the transients of forwards. They calibrate margin and estimates, and are not a part of the memory in
-    use (`wire.capacity.arithmetic.compute_current`).
+    The marks include the transients of forwards. They serve to calibrate margin and estimates, and do not count as
+    memory in use (`wire.capacity.arithmetic.compute_current`).
     """
 
     lifetime: int | None = None
@@ -88,17 +88,16 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class RecentPeak:
-    """Recent peak of a process: the highest reading of each of the last periods of `POLL_PERIOD_SECONDS`. Times are
-    monotonic seconds.
+    """Recent peak of a process: the highest reading of each of the last periods of `POLL_PERIOD_SECONDS`.
 
-    `polls` are pairs of a period's start and its highest reading in bytes, newest last. A period expires
-    `RECENT_PEAK_SECONDS` after its start. An idle process without readings therefore does not keep an old maximum.
+    `polls` are pairs of a period's start (monotonic seconds) and its highest reading (bytes), newest last. A period
+    expires `RECENT_PEAK_SECONDS` after its start, so that an old peak expires even without new readings.
     """
 
     polls: tuple[tuple[float, int], ...] = ()
 
     def with_reading(self, phys: int, now: float) -> "RecentPeak":
-        """Return the window with a further reading of `phys` bytes at `now`."""
+        """Return the recent peak with a further reading of `phys` bytes at `now`, without expired periods."""
         polls = self._list_polls_within(now)
         if polls and now - polls[-1][0] < POLL_PERIOD_SECONDS:
             start, height = polls[-1]
@@ -110,8 +109,10 @@ class RecentPeak:
         return max((height for _, height in self._list_polls_within(now)), default=0)
 
     def compute_peak_expiry(self, floor: int, now: float) -> float | None:
-        """Return the monotonic time at which the highest reading expires. Return None without a reading above `floor`
-        bytes."""
+        """Return the monotonic time at which the highest reading expires.
+
+        Return None if no reading is above `floor` bytes.
+        """
         polls = self._list_polls_within(now)
         top = max((height for _, height in polls), default=None)
         if top is None or top <= floor:

@@ -36,7 +36,7 @@ class FootprintSource(Protocol):
         ...
 
     def begin_interval(self) -> bool:
-        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the current footprint. Return whether that succeeded."""
         ...
 
     def close(self) -> None:
@@ -66,11 +66,11 @@ class Sensor:
         return MemoryReading(self.source.read_footprint(), self.source.source, time.monotonic())
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Read the high-water marks of the footprint, for calibration and display."""
+        """Read the high-water marks of the footprint; None in both fields if they cannot be read."""
         return self.source.read_high_water_marks()
 
     def begin_interval(self) -> bool:
-        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the current footprint. Return whether that succeeded."""
         return self.source.begin_interval()
 
     def close(self) -> None:
@@ -79,7 +79,10 @@ class Sensor:
 
 
 def open_sensor(pid: int) -> Sensor:
-    """Return a sensor for a process of this user. Its readings are None after the process has ended."""
+    """Return a sensor for the process `pid`, which must belong to this user.
+
+    The readings have the value None after the process has ended. The caller must close the sensor.
+    """
     return Sensor(
         darwin.DarwinFootprint(pid, _get_libsystem()) if sys.platform == "darwin" else linux.LinuxFootprint(pid)
     )
@@ -94,7 +97,7 @@ def measure_group_footprint(group: int) -> int | None:
 
 
 def measure_footprint(pids: tuple[int, ...]) -> int | None:
-    """Return the total footprint of processes in bytes; None without living ones, or if a living one is unreadable."""
+    """Return the total footprint of processes in bytes; None if none is alive, or if a living one is unreadable."""
     total = 0
     for pid in pids:
         footprint = _read_footprint(pid)
@@ -133,8 +136,7 @@ def read_virtual_memory() -> "PageCounts | None":
 
 
 def read_process_identity(pid: int) -> str:
-    """Return an identifier of a process that a later process with the same pid does not have; empty for an ended or
-    unreadable process."""
+    """Return an identifier that no later process with the same pid has; empty for an ended or unreadable process."""
     return _get_libsystem().read_process_identity(pid) if sys.platform == "darwin" else linux.read_process_identity(pid)
 
 
@@ -175,8 +177,10 @@ class Mac:
     """Reads the memory of the system; None if unreadable."""
 
     def read_bounds(self) -> MachineBounds:
-        """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time; without such a change,
-        it is an estimate of the default."""
+        """Return RAM and Metal limit in bytes.
+
+        The Metal limit is the one that a person set (`iogpu.wired_limit_mb`), or an estimate of the default.
+        """
         wired, hardware = self.system.read_wired_limit(), self.hardware
         return MachineBounds(
             hardware.memory, wired or estimate_metal_limit(hardware.memory, hardware.system), wired=wired
@@ -243,7 +247,7 @@ class PretendedMachine:
         return MachineBounds(self.hardware.memory, estimate_metal_limit(self.hardware.memory))
 
     def read_reclaimable(self) -> int | None:
-        """Return the value in the file in bytes (None: unreadable), or the RAM without a value."""
+        """Return `reclaimable` of the file `readings`, in bytes; the RAM if the file has no such value."""
         return self._read_value("reclaimable", self.hardware.memory)
 
     def read_available(self) -> AvailableMemory:
@@ -251,7 +255,7 @@ class PretendedMachine:
         return AvailableMemory(self.read_reclaimable(), "normal", "pretended", time.monotonic())
 
     def read_wired(self) -> int | None:
-        """Return the value in the file in bytes; None without a value."""
+        """Return `wired` of the file `readings`, in bytes; None if the file has no such value."""
         return self._read_value("wired", None)
 
     def _read_value(self, name: str, otherwise: int | None) -> int | None:
@@ -264,7 +268,7 @@ class PretendedMachine:
 
 
 def open_machine(settings: NodeSettings) -> MachineMemory:
-    """Return the reader of the memory of this machine, or of a simulated machine for the scripted engine.
+    """Return the reader of this machine's memory; for the scripted engine, that of a simulated machine.
 
     Raise `ValueError` if `engine.scripted.memory` is no size.
     """
@@ -279,8 +283,8 @@ def open_machine(settings: NodeSettings) -> MachineMemory:
 def describe_machine(memory: int | None = None) -> Hardware:
     """Return the description of this machine for `wire.frames.Hello`.
 
-    `memory` replaces its RAM (bytes). On Linux, the limit of the container counts as RAM. Without `memory` and a
-    readable RAM, `Hardware.memory` is 0.
+    `memory` (bytes) replaces the RAM of a simulated machine; None: read the RAM. On Linux, a lower limit of the
+    container counts as RAM. `Hardware.memory` is 0 if the RAM is unreadable.
     """
     apple = sys.platform == "darwin"
     chip = _get_libsystem().read_chip_name() if apple else linux.read_chip_name()

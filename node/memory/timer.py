@@ -1,6 +1,6 @@
-"""Timer for one call, which can be moved forward.
+"""Timer for one call on the event loop, which can be moved forward.
 
-The timer keeps its own due time, because uvloop returns a handle without one for calls that are due at once.
+The timer stores the due time, because uvloop's handle of a call that is due at once has none.
 """
 
 import asyncio
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Timer that calls `ring` on the running loop at the time of the last `set`, once, unless cancelled.
+    """Timer that calls `ring()` once on the running loop, at the time of the last `set`, unless cancelled.
 
     Times are seconds of the loop's clock.
     """
@@ -25,8 +25,7 @@ class Timer:
         self._handle = asyncio.get_running_loop().call_at(when, self._run_callback)
 
     def move_forward(self, when: float) -> None:
-        """Move the scheduled call to the earlier time `when`. Do nothing if no call is scheduled, or if the call is not
-        due later than `when`."""
+        """Move the scheduled call to the time `when` if that is earlier. Do nothing if no call is scheduled."""
         if self._handle is not None and when < self._when:
             self.set(when)
 

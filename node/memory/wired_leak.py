@@ -1,16 +1,16 @@
 """Detect wired memory that ended processes leave behind. Pure.
 
 The kernel can keep the memory of a killed process wired until the Mac restarts (oMLX#2184: 414 GiB after a kill, 5 GiB
-after an orderly end). No count of the process shows that: `ri_wired_size` does not count Metal's residency sets
-(llama.cpp#26082), and the process has ended. The count of the system is compared instead:
+after an orderly end). Counters of the process cannot show the leak: `ri_wired_size` does not include Metal's residency
+sets (llama.cpp#26082), and the process has ended. This module compares two bounds from the counter of the system:
 
     after − before     wired now and not wired before the start of the process
     weights − fall     wired by the process at most, minus the memory unwired at its end
 
-The lower value is the leak. The second value excludes memory that other programs wired meanwhile: a busy engine unwires
-all of its weights at an orderly end. An idle engine may have had no wired memory. Then only the first value counts, and
-memory wired by another program can look like a leak. Leaked memory never returns; memory that returns later disproves
-the leak (`WiredLeaks.update`).
+The lower value is the leak. The second value excludes memory that other programs wired meanwhile, because a busy engine
+unwires all of its weights at an orderly end. An idle engine may have had no wired memory. Then `fall` is 0, and memory
+that another program wired can look like a leak. Leaked memory never returns. Memory that returns later was therefore
+not leaked (`WiredLeaks.update`).
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from wire.units import GIB, show_size
 
 LEAK_SHARE = 0.5
-"""Share of the weights below which wired memory is no leak, because other programs wire memory as well. Leaks also end
+"""Share of the weights up to which wired memory is no leak, because other programs wire memory as well. Leaks are reset
 when less than this share of their bytes is still wired."""
 MIN_LEAK_BYTES = GIB
-"""Wired bytes below which memory is no leak, because other programs wire memory as well."""
+"""Bytes up to which wired memory is no leak, because other programs wire memory as well."""
 
 
 @dataclass(slots=True)
@@ -44,10 +44,10 @@ class WiredReadings:
         self.weights = max(self.weights, weights)
 
     def compute_leaked_bytes(self, after: int | None) -> int:
-        """Return the bytes that the ended process leaked; 0 without readings, or if they are at most `MIN_LEAK_BYTES`
-        or the share `LEAK_SHARE` of the weights.
+        """Return the wired bytes that the ended process leaked; 0 for no leak, or if a reading is missing.
 
-        `after` is a reading of the system after the end, in bytes; None if unreadable.
+        At most `MIN_LEAK_BYTES`, or `LEAK_SHARE` of the weights, are no leak. `after` is a reading of the system after
+        the end, in bytes; None if unreadable.
         """
         if self.before is None or after is None:
             return 0
@@ -58,7 +58,7 @@ class WiredReadings:
 
 @dataclass(slots=True)
 class WiredLeaks:
-    """Sum of the leaks of ended processes."""
+    """Count and sum of the leaks of ended processes."""
 
     count: int = 0
     """Number of processes that leaked."""

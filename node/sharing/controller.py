@@ -1,7 +1,8 @@
-"""Apply `node.sharing.policy`: read pause, clocks and power supply, and run the actions that are due.
+"""Apply `node.sharing.policy`: read pause, clocks and power supply, and perform the actions that are due.
 
-The pause is a file (`host.node_marks`). `cluster pause` on this machine writes it without node or coordinator; the
-coordinator sets it by a frame. The controller reads the file once a second; a pause survives restarts.
+The pause is stored in a file (`host.node_marks`) and therefore survives restarts. `cluster pause` on this machine
+writes the file directly; the coordinator sets the pause by a frame. The controller checks the file every
+`POLL_INTERVAL_SECONDS`.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from wire.frames import PauseNode as Order
 from wire.report import Sharing
 
 POLL_INTERVAL_SECONDS = 1.0
-"""Seconds between checks of the pause, the clock and the remaining work."""
+"""Seconds between two decisions, which check the pause, the clock and the running work."""
 SENSOR_INTERVAL_SECONDS = 5.0
 """Minimum seconds between readings of power supply and last input, because on macOS each reading starts a tool."""
 
@@ -48,25 +49,24 @@ class SharingTarget(Protocol):
     """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
     def read_occupancy(self) -> Occupancy:
-        """Return the present use of the node: open requests, leased memory, and whether the engine was asked to hold no
-        memory."""
+        """Return the current use of the node, which decides the due actions."""
         ...
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
-        """Run an action that is due. `sharing` has the reason."""
+        """Perform an action that is due. `sharing` has the reason."""
         ...
 
     def on_sharing_change(self, sharing: SharingState) -> None:
-        """Handle a changed decision: report it to the coordinator, and begin no work while this Mac does not share."""
+        """Handle a changed decision: report it to the coordinator, and start no work while this Mac does not share."""
         ...
 
 
 class SharingController:
     """Controller that decides whether this Mac accepts work now, and applies the decision to `target`.
 
-    `folder` is the folder of the node (STATE/node), with the pause file. `read` returns the power supply, battery and
-    idle time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise `ValueError` for
-    invalid hours.
+    `folder` is the folder of the node (STATE/node), with the pause file. `read()` returns the power supply, battery and
+    idle time, and may block. `wall()` returns Unix seconds. Call all methods on the loop that called `start`. The
+    constructor raises `ValueError` for invalid hours.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class SharingController:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def update_now(self) -> None:
-        """Move the next decision forward to now, because a request has ended."""
+        """Make the next periodic decision now, because a request has ended."""
         self._woken.set()
 
     def to_report(self) -> Sharing:
@@ -126,16 +126,18 @@ class SharingController:
         return Sharing(self._rule.when.value, not state.shared, state.why, state.until, state.by_hand)
 
     def compute_retry_after(self) -> float | None:
-        """Return the seconds until this Mac accepts work again, at least 1. Return None if it accepts work, or if the
-        time is unknown."""
+        """Return the seconds until this Mac accepts work again, at least 1.
+
+        Return None if this Mac accepts work now, or if the time is unknown.
+        """
         until = self.sharing_state.until
         return None if until is None else max(1.0, until - self._wall())
 
     def apply_order(self, order: Order) -> None:
-        """Set or remove the pause by an order of the coordinator, and decide. After a write error, which is logged, the
-        pause stays as it was.
+        """Set or remove the pause by an order of the coordinator, and decide again (`update`).
 
-        The duration 0 removes the pause; None sets a pause without an end.
+        The duration 0 removes the pause; None sets a pause without an end. After a write error, which is logged, the
+        pause is unchanged.
         """
         try:
             if order.seconds is None or order.seconds > 0:
@@ -148,7 +150,7 @@ class SharingController:
         self.update()
 
     def update(self) -> None:
-        """Read pause and clock, decide, report a changed decision, and run the actions that are due."""
+        """Read pause and clock, decide, notify `target` of a changed decision, and perform the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
         facts = SharingInputs(

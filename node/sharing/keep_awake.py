@@ -9,10 +9,10 @@ LINGER_SECONDS = 60.0
 
 
 class SleepPolicy:
-    """Rule by which this Mac may sleep when idle.
+    """Rule that decides whether this Mac may sleep when idle.
 
-    `rule` is the value of `node.stay_awake`. `busy` returns whether the node works, `clock` monotonic seconds. `awake`
-    prevents idle sleep while it is held.
+    `rule` is the value of `node.stay_awake`. `busy()` returns whether the node works, `clock()` monotonic seconds.
+    `awake` prevents idle sleep while it is held.
     """
 
     def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: SleepInhibitor) -> None:
@@ -23,7 +23,7 @@ class SleepPolicy:
         self._worked_at = -LINGER_SECONDS
 
     def update(self) -> None:
-        """Prevent or allow idle sleep by the rule and the present work. Call periodically.
+        """Prevent or allow idle sleep, by the rule and the current work. Call this method periodically.
 
         With the rule `busy`, sleep is prevented while the node works, and for another `LINGER_SECONDS`. A release can
         block (`SleepInhibitor.set_held`).

@@ -1,21 +1,21 @@
 """Decide whether this Mac accepts work now, or keeps its memory for its owner. Pure.
 
-`node.sharing.controller` applies the decision. A pause that a person set has priority, until its end or without an end.
-Without a pause the rule `sharing.when` decides:
+`node.sharing.controller` applies the decision. A pause that a person set has priority. Without a pause, or after its
+end, the rule `sharing.when` decides:
 
     always      accept
     plugged-in  accept while the Mac is on mains power
     idle        accept after `sharing.idle_seconds` seconds without input from a person
     hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
-Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
-in percent. A Mac that was below it shares again at `BATTERY_HYSTERESIS_PERCENT` more, because a charge that varies
-around the limit would end work repeatedly. On mains power the charge is ignored.
+If the rule accepts, the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or
+above that charge in percent. After a lower charge, the Mac shares again at `BATTERY_HYSTERESIS_PERCENT` more, because a
+charge that varies around the limit would end work repeatedly. On mains power, the charge is ignored.
 
-Without a reading that the settings need, the node accepts no work and names the setting to change.
+If a reading that the settings need is missing, the node accepts no work, and the reason names the setting to change.
 
-A node that does not share accepts no new work, and the router migrates its running requests. Work that remains after
-its grace period is ended here. Without open requests, the engine releases its memory.
+A node that does not share accepts no new work, and the router migrates its running requests. The node ends the work
+that remains after its grace period. Without open requests, the engine releases its memory.
 """
 
 import re
@@ -25,8 +25,8 @@ from enum import Enum, StrEnum
 
 DAY_SECONDS = 86400
 BATTERY_HYSTERESIS_PERCENT = 5
-"""Hysteresis in percentage points. On battery, a Mac stops sharing below `sharing.min_battery_percent`, and shares
-again at that charge plus this value."""
+"""Hysteresis of the battery charge in percentage points, added to `sharing.min_battery_percent` before a Mac on battery
+shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
@@ -122,9 +122,10 @@ class SharingPause:
 
 @dataclass(frozen=True, slots=True)
 class SharingInputs:
-    """Inputs of one decision: the last readings. A reading of None is unreadable; without a pause, `pause` is None."""
+    """Inputs of one decision: the pause and the last readings. A reading is None if it is unreadable."""
 
     pause: SharingPause | None = None
+    """Pause that a person set; None without one."""
     plugged: bool | None = None
     """Whether the Mac is on mains power."""
     idle: float | None = None
@@ -139,13 +140,14 @@ class SharingInputs:
 
 @dataclass(frozen=True, slots=True)
 class SharingState:
-    """Decision whether this Mac shares: accepts work of the pool."""
+    """Decision whether this Mac shares, which means that it accepts work of the pool."""
 
     shared: bool = True
     why: str = ""
     """Reason against sharing, for people; empty if the Mac shares."""
     until: float | None = None
-    """Unix seconds at which the Mac shares again. None: it shares, the time is unknown, or the pause has no end."""
+    """Unix seconds at which the Mac shares again. None if the Mac shares, the time is unknown, or the pause has no end.
+    """
     by_hand: bool = False
     """Whether a person set the pause."""
 
@@ -154,12 +156,12 @@ SHARED = SharingState()
 
 
 def get_pause_in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
-    """Return the pause if it has not expired at `now` (Unix seconds); None if it has, or without a pause."""
+    """Return the pause if it has not expired at `now` (Unix seconds); None otherwise, and without a pause."""
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
 def decide_sharing(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
-    """Decide whether this Mac shares at `now` (Unix seconds), with the reason and the end if it does not."""
+    """Decide whether this Mac shares at `now` (Unix seconds). If not, the result has the reason and the end."""
     pause = get_pause_in_force(facts.pause, now)
     if pause is not None:
         return SharingState(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
@@ -168,9 +170,10 @@ def decide_sharing(rule: SharingRule, facts: SharingInputs, now: float) -> Shari
 
 
 def is_charge_too_low(rule: SharingRule, facts: SharingInputs) -> bool:
-    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs.
+    """Return whether the charge of the battery is too low for sharing.
 
-    Return False without a minimum charge, on mains power, or if the charge is unreadable.
+    The caller passes the result as `low` of the next inputs, for the hysteresis. Return False without a minimum charge,
+    on mains power, or if the charge is unreadable.
     """
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
@@ -242,7 +245,7 @@ def _format_duration(seconds: float) -> str:
 
 
 class SharingAction(Enum):
-    """Action by which a node that stops sharing returns its memory to the owner, or by which it accepts work again."""
+    """Action that returns memory to the owner after the node stopped sharing, or prepares the node for work again."""
 
     END_REQUESTS = "end the running requests"
     """End the open requests, once their grace period has passed."""
@@ -256,7 +259,7 @@ class SharingAction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Occupancy:
-    """Present use of a node: an input of `list_due_actions`."""
+    """Current use of a node: an input of `list_due_actions`."""
 
     requests: int = 0
     """Number of open requests."""
@@ -279,7 +282,8 @@ class GracePeriods:
 def list_due_actions(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
     """Return the actions that are due `waited` seconds after `shared` last changed.
 
-    An action is returned again until its effect is visible in `holds`.
+    `shared` is the last decision, `holds` the current use of the node. An action is returned again until its effect is
+    visible in `holds`.
     """
     if shared:
         return (SharingAction.WAKE,) if holds.resting else ()
