@@ -1,1 +1,1 @@
-"""Video on a node: packages, environment, leases of memory, Ray, and the worker with its watchdog."""
+"""Video generation on a node: packages, environment, leases of memory, Ray, and the worker with its watchdog."""

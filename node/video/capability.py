@@ -1,4 +1,4 @@
-"""Video packages and video environment of this node, checked periodically on a thread."""
+"""Check periodically, in a thread, whether this node has video packages and an environment to make videos."""
 
 import asyncio
 import os
@@ -36,9 +36,10 @@ NOTHING = VideoCheck({}, "this node is still searching for video packages")
 
 
 class VideoCapability:
-    """Video packages of this node and whether it can make videos, by the latest periodic check.
+    """Periodic check of this node's video packages and video environment, with its latest result.
 
-    `changed()` is called on the event loop when a result differs from the previous one.
+    `state` is the state folder. `changed()` is called on the event loop when a result differs from the previous one.
+    `environ` are the variables that locate the Hugging Face cache.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class VideoCapability:
         self._result = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
-        """Set once the first check is done, or once it is known that no check will run."""
+        """Set once the first check is done, or if no check will run."""
         self._changed = changed
 
     @property
@@ -95,8 +96,10 @@ class VideoCapability:
             self.checked.set()
 
     def set_unready(self, cause: str) -> None:
-        """Clear `packages`, set `checked`, and set `cause` as the reason that `unready` returns while video is enabled.
-        Do not call `start` before or afterwards, because a check would replace `cause`."""
+        """Replace the result of the check by the reason `cause` why this node cannot make videos, and set `checked`.
+
+        `packages` is then empty. The periodic check must not run, because it would replace `cause`.
+        """
         self._result = VideoCheck({}, cause)
         self.checked.set()
 

@@ -1,17 +1,17 @@
-"""Environment of the video worker: built once, locked by hash, and never changed.
+"""Build the Python environment of the video worker: installed once, locked by hash, and never changed.
 
-A folder holds an interpreter and exactly the packages that a lock file names, each with its hash. The folder's name has
-the version of Python and the sha256 of its locks. A new lock makes a new environment next to the old one. The
-environment is built in a temporary folder, probed by importing the engine in isolation, and only then renamed. A folder
-with the final name is therefore complete.
+The environment is a folder with an interpreter and exactly the packages that a lock file names, each with its hash. The
+folder's name has the version of Python and the sha256 of its locks. For a new lock, a new environment is built next to
+the old one. The environment is built in a temporary folder, tested by importing the engine in isolation, and only then
+renamed. A folder with the final name is therefore complete.
 
     macOS on Apple silicon    the product
     Linux on x86-64           tests and development: the engine's text encoder runs on a build of torch for the CPU,
                               which comes from the indexes of pip's own configuration. If these have only builds
                               with gigabytes of CUDA, the installation ends with an error
 
-The installer is uv if it is available (on PATH, or as a module of this interpreter), else pip. Both require every
-hash. `--wheelhouse FOLDER` takes all packages from that folder and uses no network.
+The installer is uv if it is available (on PATH, or as a module of this interpreter), or else pip. Both require every
+hash. With `--wheelhouse FOLDER`, all packages are installed from that folder without the network.
 
 `cluster video install` runs this module as `python -m node.video.environment --folder FOLDER`.
 """
@@ -97,8 +97,8 @@ def describe_missing(folder: Path) -> str:
 def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
     """Build the environment below `folder` unless it exists, and return its path.
 
-    With `wheelhouse`, take all packages from that folder. Raise `EnvironmentBuildError` or `OSError` if the environment
-    cannot be built. A failed build leaves no files of the new environment.
+    `wheelhouse` is a folder with all packages; None: download them. Raise `EnvironmentBuildError` or `OSError` if the
+    environment cannot be built. A failed build leaves no files of the new environment.
     """
     files = find_requirement_files()
     if not files:
@@ -125,7 +125,7 @@ def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
 def build_environment(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
     """Create a virtual environment in `built` with the packages of the requirement `files`.
 
-    With `wheelhouse`, take all packages from that folder. Otherwise download builds of torch to `wheels`. Raise
+    `wheelhouse` is a folder with all packages; None: download them, builds of torch to the folder `wheels`. Raise
     `EnvironmentBuildError` if a command fails, `OSError` if it cannot be started.
     """
     run_command([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
@@ -187,10 +187,10 @@ def _probe_import(built: Path) -> None:
 
 
 def run_command(command: Sequence[str], otherwise: str) -> None:
-    """Run a command without the variables of this process that start with `MACPOOL_`, `PYTHON` or `VIRTUAL_`.
+    """Run a command and wait for its end, without environment variables `MACPOOL_*`, `PYTHON*` and `VIRTUAL_*`.
 
-    Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails, `OSError` if
-    it cannot be started.
+    Raise `EnvironmentBuildError` with the text `otherwise` and the last lines of the output if the command fails,
+    `OSError` if it cannot be started.
     """
     variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))

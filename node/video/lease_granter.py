@@ -1,4 +1,4 @@
-"""Grant of a lease in two phases: judge the lease; lower the ceiling and wait until the engine's memory is below it."""
+"""Grant leases in two phases: check the request, then lower the ceiling and wait for the engine's confirmation."""
 
 import os
 import time
@@ -29,7 +29,7 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseGranter:
-    """Handler of the coordinator's lease requests: checks a request, releases memory for it, and lowers the ceiling.
+    """Handler of the coordinator's lease requests: checks a request, makes room for the lease, and lowers the ceiling.
 
     Call every method on the event loop of the memory poll.
     """
@@ -56,7 +56,7 @@ class LeaseGranter:
         return self._lessor.holding
 
     def on_engine_change(self) -> None:
-        """Continue a grant that waits for the engine, after a new report of the engine."""
+        """Handle a new report of the engine: continue a grant that waits for it."""
         self._lessor.on_engine_change()
 
     def return_memory(self) -> None:
@@ -64,8 +64,10 @@ class LeaseGranter:
         self._lessor.return_memory()
 
     def restore(self) -> None:
-        """Restore the ceiling. If a lease in the `LeaseLedger` has not ended, remove that lease, but delete no
-        files."""
+        """Restore the ceiling, and remove the lease that has not ended, if any, from the stored leases.
+
+        The files of the lease are not deleted.
+        """
         self.return_memory()
         record = self._store.ledger.holding
         if record is not None:
@@ -76,11 +78,11 @@ class LeaseGranter:
     ) -> LeaseRefused | WorkerMonitor:
         """Grant or refuse a lease. Return the monitor of its worker, with the ceiling lowered, or the refusal.
 
-        A granted lease is stored. After a refusal the ceiling is as before and the lease is not stored. A generation
-        that was stored meanwhile stays the newest of its job, so that a repetition of the request is superseded.
+        A granted lease is stored. After a refusal, the ceiling is restored and the lease is not stored. If the lease
+        was stored before the refusal, its generation stays the newest of its job, and a repeated request is superseded.
 
         `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one. An
-        unexpected error is logged and refuses the lease. If this call is cancelled, the caller calls `restore`.
+        unexpected error is logged and refuses the lease. If this call is cancelled, the caller must call `restore`.
         """
         try:
             return await self._grant(request, refuse_now)

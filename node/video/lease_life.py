@@ -1,7 +1,8 @@
 """State machine of the lease of a node, as data: events in, actions out. The lease manager performs the actions. Pure.
 
-Covers: one lease at a time, orders to end it, pause and stop. An exception of the lease's task leads to `idle`. Does
-not cover: whether a lease fits (`leases`), the worker (`worker.worker_monitor`), files (`lease_store`).
+The machine has one lease at a time, and handles orders to end it, pause and stop. An exception of the lease's task
+leads to `idle`. Other modules decide whether a lease fits (`leases`), watch the worker (`worker.worker_monitor`), and
+store leases (`lease_store`).
 
     idle ─(request)─► granting ─(granted)─► held ─(ordered, worker ended or at fault)─► ending ─(memory returned)─► idle
                           └─(refused)─► idle
@@ -47,18 +48,17 @@ class LeaseLife:
     order: str = ""
     """Cause of an ordered end; empty without an order."""
     actor_failure: str = ""
-    """Reason why Ray could not start the actor of the lease; empty if it could, has not yet, or a worker has
-    started."""
+    """Reason why Ray could not start the actor of the lease; empty as long as no start has failed."""
     has_worker: bool = False
     """Whether the worker of the lease has started."""
     paused: str = ""
-    """Reason for which the node accepts no leases; empty if it accepts them."""
+    """Reason why the node accepts no leases; empty if it accepts leases."""
     stopping: bool = False
     """Whether the agent stops."""
 
     @property
     def end(self) -> EndWorker | None:
-        """Reason to end the worker now; None without one."""
+        """Reason to end the worker now, with its code; None without a reason."""
         if self.order:
             return EndWorker(self.order, self._describe_order())
         if self.actor_failure and not self.has_worker:
@@ -102,7 +102,7 @@ class LeaseWanted:
 
 @dataclass(frozen=True, slots=True)
 class GrantCompleted:
-    """Event: the engine holds the lower ceiling, and the lease is granted."""
+    """Event: the engine has confirmed the lower ceiling, and the lease is granted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +147,18 @@ class ReleaseOrdered:
 
 @dataclass(frozen=True, slots=True)
 class PauseChanged:
-    """Event: the node accepts no leases because of `reason`. An empty `reason` means that it accepts leases again."""
+    """Event: the node accepts no leases for the reason `reason`; empty: the node accepts leases again."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
-    """Event: the owner of the Mac takes the memory of the lease, because of `reason`. `holding`: the ceiling is lowered
-    for a lease. The event changes nothing without `holding`, while idle, or if the end of the lease is ordered
-    already."""
+    """Event: the Mac has stopped sharing for the reason `reason`, and its owner takes the memory of the lease back.
+
+    `holding` is whether the ceiling is lowered for a lease. Without `holding`, while idle, or if the end of the lease
+    is ordered already, the event changes nothing.
+    """
 
     reason: str
     holding: bool
@@ -188,7 +190,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class BeginGrant:
-    """Action: judge the request, lower the ceiling and wait for the engine."""
+    """Action: check the request, lower the ceiling and wait for the engine's confirmation."""
 
     request: LeaseRequest
 
@@ -298,7 +300,7 @@ def refuse_stopping(request: LeaseRequest) -> LeaseRefused:
 
 
 def refuse_paused(request: LeaseRequest, reason: str) -> LeaseRefused:
-    """Return the refusal of a lease while the node accepts none, because of `reason`."""
+    """Return the refusal of a lease while the node accepts no leases, for the reason `reason`."""
     return leases.refuse(
         request, LeaseRefusalCode.NODE_PAUSED, f"this node accepts no leases: {reason}", leases.READY_RETRY_SECONDS
     )

@@ -1,14 +1,12 @@
-"""Manager of leases: leases memory to video jobs, one at a time.
+"""Lease memory to video jobs, one at a time, and answer the coordinator about leases.
 
 `node.video.lease_life` has the states of a lease, `node.video.leases` decides whether a lease fits, `lease_granter`
-grants it and `lease_store` stores it. This module runs the task of a lease and answers the coordinator. Artifacts are
-kept until the coordinator acknowledges the end of their lease. Not covered: the start of a worker
-(`node.video.ray.local_ray`, `node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages
-(`node.video.capability`).
+grants it and `lease_store` stores it. This module runs the task of a lease. It keeps artifacts until the coordinator
+acknowledges the end of their lease. `node.video.ray.local_ray` and `node.video.worker.worker_parent` start the worker.
 
 A restarted agent finds its lease on the disk, ends the remaining processes of the worker, and reports that the job was
-lost. The worker's parent has usually ended these processes before, because the agent's lock is gone. The ceiling stays
-lowered until the end of the worker is verified.
+lost. Usually the parent of the worker has already ended these processes, because the earlier agent has released its
+lock. The ceiling stays lowered until the end of the worker is verified.
 """
 
 import asyncio
@@ -42,8 +40,8 @@ from wire.units import show_size
 from wire.video import Artifact, LeaseEndCode, LeaseState, ReleaseCause, VideoState
 
 RECOVERY_SECONDS = 5.0
-"""Maximum seconds for which the start of the node waits for the end of a worker of an earlier agent. A process that
-hangs in the driver of the GPU survives SIGKILL."""
+"""Maximum seconds for which the start of the node waits for the end of a worker of an earlier agent. The wait has a
+limit because a process that hangs in the driver of the GPU survives SIGKILL."""
 
 log = structlog.get_logger("node.video.lease_manager")
 
@@ -57,15 +55,15 @@ class LeaseCallbacks:
     changed: Callable[[], None]
     """Called when the node's next report may differ from its last one."""
     begin: Callable[[str, int, str, int], None]
-    """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
+    """Starts the Ray actor of a granted lease. Arguments: id, generation, folder, and size in bytes of the lease."""
     finish: Callable[[str], None]
-    """Ends the Ray actor of a lease."""
+    """Ends the Ray actor of the lease with this id."""
 
 
 class LeaseManager:
-    """Leases of video jobs on this node: grant, watch and end one lease at a time.
+    """Manager of the leases of video jobs on this node: grants, watches and ends one lease at a time.
 
-    Call every method on the event loop that called `start`. `folder` has one folder per lease.
+    Call every method on the event loop that called `start`. `folder` contains the stored leases and a folder for each.
     """
 
     def __init__(
@@ -96,12 +94,11 @@ class LeaseManager:
 
     @property
     def holding(self) -> bool:
-        """Whether the ceiling is lowered for a video job: from the grant of a lease until its memory is returned. A
-        lease of an earlier agent counts as well."""
+        """Whether the ceiling is lowered for a video job, also by an earlier agent: until its memory is returned."""
         return self._granter.holding
 
     def list_states(self) -> tuple[LeaseState, ...]:
-        """Return rows of the report for all stored leases: being granted, held, or ended and not acknowledged."""
+        """Return the states of all stored leases for the report: being granted, held, or ended and not acknowledged."""
         return tuple(self._build_state(record) for record in self._store.ledger.leases)
 
     def _build_state(self, record: LeaseRecord) -> LeaseState:
@@ -114,7 +111,7 @@ class LeaseManager:
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def compute_report_key(self) -> tuple[object, ...]:
-        """Return id, phase, progress and size of each lease. A report is sent when the result changes."""
+        """Return id, phase, progress and size of each lease. The caller sends a report when the result changes."""
         return tuple((state.lease, state.phase, state.progress, state.size) for state in self.list_states())
 
     def build_video_state(self) -> VideoState:
@@ -124,7 +121,7 @@ class LeaseManager:
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:
-        """Return the path of the artifact `artifact:LEASE/NAME`, unchecked; None unless an ended lease here has it."""
+        """Return the path of the artifact `artifact:LEASE/NAME`, unchecked; None if no ended lease has reported it."""
         return self._store.find_artifact(name)
 
     # orders
@@ -132,9 +129,9 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request for a granted lease gets the grant again, for an ended lease its end. After a refusal it is
-        judged again. A request that is repeated during the grant is refused until the lease is stored. From then until
-        the grant, a repetition gets no answer.
+        For a repeated request, send the grant of a granted lease or the end of an ended lease again. A request that was
+        refused is checked again. A request that is repeated while the lease is being granted is refused. Once the lease
+        is stored, such a repetition gets no answer but the grant.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
@@ -145,9 +142,9 @@ class LeaseManager:
             self._callbacks.send(LeaseGranted(record.lease, record.generation, str(self._monitor.folder)))
 
     def release(self, order: LeaseRelease) -> None:
-        """End a lease, or delete a lease whose end is acknowledged.
+        """End a lease, or delete a lease whose end the coordinator acknowledges.
 
-        For a lease that has ended, send its end again. For an unknown lease, send that its worker is lost, unless the
+        If the lease has ended already, send its end again. For an unknown lease, send the end `worker_lost`, unless the
         order is an acknowledgement.
         """
         record = self._store.ledger.find(order.lease, order.generation)
@@ -165,19 +162,19 @@ class LeaseManager:
             self._callbacks.send(LeaseEnded(order.lease, order.generation, LeaseEndCode.WORKER_LOST, text))
 
     def pause(self, why: str) -> None:
-        """Refuse new leases because of `why`, also the one that is being granted; an empty text ends the pause. A held
-        lease continues."""
+        """Refuse new leases for the reason `why`, also a lease that is being granted. A held lease continues. An empty
+        text ends the pause."""
         self._apply(lease_life.PauseChanged(why))
 
     def end(self, why: str) -> None:
-        """End the held lease and refuse new leases, because of `why`.
+        """End the current lease and refuse new leases, for the reason `why`.
 
-        Do nothing if no lease is held or its end has been ordered.
+        Do nothing if the ceiling is not lowered for a lease, or if the end of the lease is ordered already.
         """
         self._apply(lease_life.OwnerReclaimed(why, self.holding))
 
     def resend_ends(self) -> None:
-        """Send again, on a new link, the ends of leases that the coordinator has not acknowledged."""
+        """Send the ends of leases that the coordinator has not acknowledged again. Call this for each new link."""
         for record in self._store.ended:
             if record.ended is not None:
                 self._callbacks.send(record.ended)
@@ -190,7 +187,7 @@ class LeaseManager:
         self._apply(lease_life.ActorFailed(lease, why))
 
     def on_engine_change(self) -> None:
-        """Continue a grant that waits for the engine, after a new report of the engine."""
+        """Handle a new report of the engine: continue a grant that waits for it."""
         self._granter.on_engine_change()
 
     def _apply(self, event: lease_life.Event) -> None:
@@ -213,10 +210,10 @@ class LeaseManager:
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Read the leases of an earlier agent from the disk.
+        """Read the stored leases, and end the worker that an earlier agent left behind.
 
         If a lease has not ended, end its worker, restore the ceiling, and report its job as lost. Wait for this at most
-        `RECOVERY_SECONDS`. A worker that does not end keeps its lease and the lower ceiling.
+        `RECOVERY_SECONDS`; then continue in the background. Until the worker ends, the ceiling stays lowered.
 
         Raise `OSError` if the folder of the leases cannot be used.
         """
@@ -241,8 +238,8 @@ class LeaseManager:
         self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the worker, by SIGKILL after its grace seconds, wait until its lease has ended, and refuse all further
-        leases. Do not wait for a worker of an earlier agent."""
+        """End the current lease with its worker, wait until both have ended, and refuse all further leases. Do not wait
+        for a worker of an earlier agent."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._apply(lease_life.NodeStopping())

@@ -1,4 +1,4 @@
-"""Leases of a node on its disk, from which a restarted agent recovers."""
+"""Store the leases of a node on its disk, from which a restarted agent recovers."""
 
 import hashlib
 import shutil
@@ -14,17 +14,17 @@ from node.video.worker.lease_files import GRANT, OUT, SCRATCH
 from wire.video import Artifact
 
 MIN_FREE_DISK_BYTES = 64 * 1024
-"""Minimum free bytes of a disk. With less, the end of a worker is attributed to the full disk."""
+"""Free bytes below which a disk counts as full, and the failure of a worker is attributed to the full disk."""
 MAX_ENDED_LEASES = 32
 """Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
 PREFIX = "artifact:"
-"""Beginning of the name of an artifact (`LeaseStore.find_artifact`)."""
+"""Prefix of the name of an artifact (`LeaseStore.find_artifact`)."""
 
 log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseStore:
-    """Ledger of the leases and their folders, below `folder`."""
+    """Store of the leases and of their files, below `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -59,11 +59,11 @@ class LeaseStore:
                 shutil.rmtree(entry, ignore_errors=True)
 
     def get_folder(self, record: LeaseRecord) -> Path:
-        """Return the folder of a lease."""
+        """Return the folder of a lease, which may not exist."""
         return self._folder / f"{record.lease}.{record.generation}"
 
     def put(self, record: LeaseRecord) -> bool:
-        """Store a lease in place of its earlier state. Return False if the ledger could not be written to the disk.
+        """Store a lease in place of its earlier state. Return whether the ledger was written to the disk.
 
         The ledger in memory has the lease in both cases.
         """
@@ -71,9 +71,9 @@ class LeaseStore:
         return self._save()
 
     def end(self, record: LeaseRecord) -> None:
-        """Store a lease that has ended. Delete its output if it has no artifacts.
+        """Store a lease that has ended, and delete its output if it has no artifacts.
 
-        Delete the oldest ended leases above `MAX_ENDED_LEASES`.
+        If there are more than `MAX_ENDED_LEASES` ended leases, delete the oldest.
         """
         self.put(record)
         if record.ended is not None and not record.ended.artifacts:
@@ -82,19 +82,19 @@ class LeaseStore:
             self.delete(old)
 
     def drop(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, but delete no files. The newest generation of its job is kept."""
+        """Remove a lease from the ledger, but delete no files. The ledger keeps the newest generation of its job."""
         self._ledger = self._ledger.drop(record.lease, record.generation)
         self._save()
 
     def delete(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted are left to `load`."""
+        """Remove a lease from the ledger, and delete its folder. A later `load` deletes files that remain."""
         self.drop(record)
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 
     def clean(self, record: LeaseRecord) -> None:
         """Delete the grant of a lease and its scratch folder.
 
-        Without the grant no worker of an earlier agent can begin. Raise `OSError` if the grant cannot be deleted.
+        Without the grant, no worker can start for this lease any more. Raise `OSError` if the grant cannot be deleted.
         """
         (self.get_folder(record) / GRANT).unlink(missing_ok=True)
         shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
@@ -102,7 +102,7 @@ class LeaseStore:
     def find_artifact(self, name: str) -> Path | None:
         """Return the path of the file that `artifact:LEASE/NAME` names.
 
-        Return None unless an ended lease of this node has reported an artifact of this name. The file itself is not
+        Return None if no ended lease of this node has reported an artifact of this name. The file itself is not
         checked.
         """
         lease, _, file = name.removeprefix(PREFIX).partition("/")
@@ -131,10 +131,10 @@ class LeaseStore:
 
 
 def hash_artifacts(folder: Path, names: object) -> tuple[Artifact, ...]:
-    """Return size and hash of the artifacts that a worker reported; empty if the clip is missing or empty.
+    """Return the artifacts that a worker reported, with size and SHA-256; empty if the clip is missing or empty.
 
-    `folder` is the folder of the lease, `names` the list of files in the worker's report. Raise `OSError` if a file
-    cannot be read.
+    `folder` is the folder of the lease. `names` is the list of files in the worker's report, which may be invalid.
+    Raise `OSError` if a file cannot be read.
     """
     artifacts: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):

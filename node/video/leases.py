@@ -1,20 +1,19 @@
-"""Decisions about leases: whether memory is leased to a video job. Pure functions; `node.video.lease_manager` acts
-on them.
+"""Decide whether memory is leased to a video job. Pure functions; `node.video.lease_manager` performs the decisions.
 
 A lease lowers the node's ceiling by its bytes for as long as it lasts. The engine therefore never counts on these
-bytes, and the job never takes memory that the engine holds. The node alone decides, in two phases:
+bytes, and the job never takes memory that the engine uses. The node alone decides, in two phases:
 
-    asked ─(superseded, held, guard off, never fits)─► refused
-      └─(does not fit now)─► the engine is asked once to evict and unload ─(still does not fit)─► refused
+    requested ─(superseded, held, guard off, never fits)─► refused
+      └─(does not fit now)─► the engine is ordered once to evict and unload ─(still does not fit)─► refused
       └─(fits)─► ceiling lowered ─► the engine confirms the limits ─(still fits)─► granted
                                                 └─(timeout, or new work in between)─► ceiling restored, refused
     granted ─► starting ─► loading … saving ─► ending ─► ended
         └─(no worker is started)──────────────┘   └ the worker's processes are verified dead
 
-A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded. Every path
-returns the memory, after all processes of the worker have ended. A lease is judged like a request: `size` bytes in
-addition to all memory in use. At the grant, `headroom` is ≥ 0. No request is ended for a lease. With `memory.guard` off
-there is no lease, because no process would enforce it.
+A node has one lease at a time. Of two generations of a job, the older is void, and its output is discarded. On every
+path the memory is returned, after all processes of the worker have ended. A lease is checked like a request: `size`
+bytes in addition to all memory in use. At the grant, `headroom` is ≥ 0. No request is ended for a lease. With
+`memory.guard` off, leases are refused, because no process would enforce them.
 """
 
 import re
@@ -32,7 +31,7 @@ from wire.units import show_size
 from wire.video import LeaseRefusalCode, LeaseState
 
 HELD_RETRY_SECONDS = 30.0
-"""Seconds until a retry, if another lease is held."""
+"""Seconds until a retry, if the node has another lease."""
 HEADROOM_RETRY_SECONDS = 5.0
 """Seconds until a retry, if memory is in use or the engine does not confirm the lower ceiling."""
 READY_RETRY_SECONDS = 60.0
@@ -91,19 +90,22 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 
 
 class LeaseRecord(Struct, frozen=True, kw_only=True):
-    """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
-
-    `lease`, `generation` and `job` are as in the `LeaseRequest`, `model` is the name of the video package. `size` is in
-    bytes. `worker` is None before the worker starts. `ended` is None until the lease has ended.
-    """
+    """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged."""
 
     lease: str
+    """Id of the lease, as in `LeaseRequest`."""
     generation: int
+    """Sequence number of the lease among the leases of the job."""
     job: str
+    """Id of the video job."""
     model: str
+    """Name of the video package."""
     size: int
+    """Leased bytes."""
     worker: WorkerGroup | None = None
+    """Process group of the worker; None before the worker starts."""
     ended: LeaseEnded | None = None
+    """Frame that reports the end; None until the lease has ended."""
 
 
 class LeaseLedger(Struct, frozen=True, kw_only=True):
@@ -126,7 +128,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return next((lease for lease in self.leases if lease.ended is None), None)
 
     def put(self, record: LeaseRecord) -> "LeaseLedger":
-        """Return a ledger with this lease in place of its earlier state, and with the newest generation of its job."""
+        """Return a ledger with this lease in place of its earlier state, and the newest generation of its job."""
         others = tuple(
             lease for lease in self.leases if (lease.lease, lease.generation) != (record.lease, record.generation)
         )
@@ -135,7 +137,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return replace(self, leases=(*others, record), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
-        """Return a ledger without this lease. The newest generation of its job is kept."""
+        """Return a ledger without this lease, but with the newest generation of its job."""
         left = tuple(record for record in self.leases if (record.lease, record.generation) != (lease, generation))
         return replace(self, leases=left)
 
@@ -158,10 +160,10 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 
 
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
-    """Return the refusal of an old generation, or of a second lease while one is held; None if the request passes.
+    """Return the refusal of an old generation, or of a second lease at a time; None if the request passes.
 
-    A generation is old if the ledger has a newer generation of the job, or the same one without this lease. The first
-    generation of a job is 1.
+    A generation is old if the ledger has a newer generation of the job, or the same generation and not this lease. The
+    first generation of a job is 1.
     """
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):
@@ -186,9 +188,10 @@ def _is_known(request: LeaseRequest, ledger: LeaseLedger) -> bool:
 
 
 def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
-    """Return the refusal of a request for reasons other than memory in use; None if the request passes.
+    """Return the refusal of a request that fails for reasons other than memory in use; None if the request passes.
 
-    The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or can never fit.
+    The reasons are: the guard is off, the node is not ready for videos, or the size is invalid or can never fit.
+    `unready` is why the node is not ready; empty if it is ready.
     """
     if not memory.guard:
         return refuse(
@@ -214,7 +217,8 @@ def check_fits(
 ) -> LeaseRefused | None:
     """Return the refusal of a lease that does not fit in addition to the memory in use; None if the lease fits.
 
-    `models` and the names of preloaded models in `pinned` only serve to name the holders of the memory in the refusal.
+    `models` of the engine's report and `pinned`, the names of preloaded models, only serve to name in the refusal which
+    models use the memory.
     """
     answer = judge(memory, request.size)
     if not isinstance(answer, Refused):
@@ -235,10 +239,10 @@ def check_fits(
 def describe_shortage(
     size: int, free_bytes: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
 ) -> str:
-    """Return a text for a person: how much headroom the lease lacks, and which models hold it.
+    """Return a text for a person: how much headroom the lease lacks, and which models use it.
 
-    `size` and `free_bytes` are lease and headroom in bytes; `free_bytes` is None if the footprint of the engine is
-    unknown.
+    `size` is the size of the lease and `free_bytes` the headroom, in bytes. `free_bytes` is None if the footprint of
+    the engine is unknown. `pinned` are the names of preloaded models.
     """
     if free_bytes is None:
         return "a reading of the engine's footprint"
@@ -256,9 +260,10 @@ def describe_shortage(
 
 
 def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
-    """Return the completed percent of a job. That is 5 to 95 in the denoising phase, by `step` of `steps`.
+    """Return the completed percent of a job, with `step` of `steps` denoising steps done.
 
-    It is 100 for an ended lease. In any other phase it is the value of `SHARES`, or 0 without one.
+    In the denoising phase the percentage grows from 5 to 95. It is 100 for an ended lease. In other phases it is the
+    value in `SHARES`, or 0.
     """
     if phase is LeasePhase.ENDED:
         return 100
@@ -269,10 +274,11 @@ def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
 def build_lease_state(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report. `step` of `steps` denoising steps are done; footprints are in bytes.
+    """Return the state of a lease for the node's report.
 
-    For a lease that has ended, size and current footprint are 0, all steps count as done, and the peak is that of its
-    end.
+    `step` of `steps` denoising steps are done. `footprint` and `peak` are the current and the highest footprint of the
+    worker in bytes. For a lease that has ended, size and footprint are 0, all steps count as done, and the peak is that
+    of `record.ended`.
     """
     if record.ended is not None:
         return LeaseState(

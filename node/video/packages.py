@@ -1,10 +1,10 @@
-"""Video packages on this machine: diffusers folders, found where models are and described without loading.
+"""Find and describe the video packages on this machine: diffusers folders in the places of models. No weight is loaded.
 
 A package is a folder with `model_index.json` whose `_class_name` the worker supports; all other folders are ignored. An
-entry in `model_index.json` does not prove that the component exists. Components count only with files of their own, and
-the components of a quantized package have no configs. Sizes therefore come from the files of the weights, and
-quantization from the headers of these files. The shape comes from configs where they exist. Otherwise it comes from the
-engine's catalogue, which has two entries: packages with one expert, and packages with two.
+entry in `model_index.json` does not prove that the component exists. Only components with files of their own count. The
+components of a quantized package have no configs. Sizes therefore come from the files of the weights, and quantization
+from the headers of these files. The shape comes from configs where they exist, or else from defaults for packages with
+one or two experts.
 """
 
 import hashlib
@@ -55,8 +55,8 @@ class PackageComponent:
 def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
     """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
 
-    Packages that cannot be used are included; their `cause` has the reason. Packages whose names are invalid are left
-    out. Of packages with equal names the first is returned.
+    Packages that cannot be used are included with the reason as `cause`. Packages with invalid names are left out. Of
+    packages with equal names, the first is returned.
     """
     packages: dict[str, Package] = {}
     for name, folder in _find_folders(folders, hub):
@@ -82,7 +82,7 @@ def _describe_safely(name: str, folder: Path) -> VideoPackage | None:
 
 
 def describe_package(name: str, folder: Path) -> VideoPackage | None:
-    """Return the description of a package without loading it; None if `folder` has no supported package.
+    """Return the description of the package in `folder`, without loading it; None if it is no supported package.
 
     Exceptions for invalid configs of its components propagate.
     """

@@ -1,4 +1,4 @@
-"""Assembly of a node's video parts: search for packages, leases of memory, and the Ray process."""
+"""Construct and connect the video parts of a node: search for packages, leases of memory, and Ray."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -63,10 +63,10 @@ class VideoSubsystem:
         self._paused = ""
 
     async def start(self) -> None:
-        """Recover leases of an earlier agent, start the search for video packages, and then Ray if it is allowed.
+        """Recover leases of an earlier agent, and start the periodic search for video packages.
 
-        Wait at most `lease_manager.RECOVERY_SECONDS` for the end of an earlier worker. Without access to the folder of
-        the leases, video stays disabled until the next start.
+        Wait at most `lease_manager.RECOVERY_SECONDS` for the end of an earlier worker. If the folder of the leases
+        cannot be used, video stays disabled until the next start.
         """
         try:
             await self.lease_manager.start()
@@ -78,13 +78,13 @@ class VideoSubsystem:
         self._update_ray()
 
     async def stop(self) -> None:
-        """Stop the search for packages, end the job that holds a lease and wait for its end, then stop Ray."""
+        """Stop the search for packages, end the current lease and wait for its end, and stop Ray."""
         await self.offer.stop()
         await self.lease_manager.stop()
         await self.ray.stop()
 
     def pause(self, why: str) -> None:
-        """Refuse new leases because of `why`, and stop Ray once no lease is held. An empty text ends the pause."""
+        """Refuse new leases for the reason `why`, and stop Ray once no lease is held. An empty text ends the pause."""
         self._paused = why
         self.lease_manager.pause(why)
         self._update_ray()

@@ -1,9 +1,9 @@
-"""The driver of this Mac's Ray: the only process of the node that connects to Ray. The agent runs it as `python -m
-node.video.ray.driver DESCRIPTOR`, with one end of a socket pair.
+"""Driver of this Mac's Ray: the only process of the node that connects to Ray.
 
-The driver is a process of its own because Ray ends a driver that has lost its cluster. Its actors are detached: they
-outlive the driver, and the next driver finds them by the id of their lease. The driver asks Ray for actors and nothing
-else; the agent follows a job through the files of its lease.
+The agent runs the driver as `python -m node.video.ray.driver DESCRIPTOR`, with one end of a socket pair. The driver is
+a process of its own because Ray ends a driver that has lost its cluster. Its actors are detached: they outlive the
+driver, and the next driver finds them by the id of their lease. The driver only starts and ends actors; the agent
+follows a job through the files of its lease.
 
 The process ends within a second of the end of its socket. Its working folder is empty, because Ray puts that folder
 first on the import path of its workers.
@@ -41,14 +41,14 @@ RESOURCE = "video_lease_gib"
 CONNECT_TIMEOUT_SECONDS = 45.0
 """Maximum seconds to connect to Ray. After that the driver exits with `FAILED`."""
 CLOSED, FAILED = 3, 4
-"""Exit codes: the agent closed the socket (`CLOSED`); any error, as of Ray or of a message (`FAILED`)."""
+"""Exit codes: `CLOSED` after the agent closed the socket, `FAILED` after any error, such as an error of Ray."""
 
 
 class Driver:
-    """Server for the agent that creates and ends Ray actors, and answers over `writer`.
+    """Server that creates and ends Ray actors for the agent, and answers over `writer`.
 
-    `create` and `kill` replace the calls of Ray in tests. `create` returns once the actor of a lease has started,
-    `kill` once the lease has no actor.
+    Tests replace the calls of Ray by `create` and `kill`; None selects Ray. `create(message)` returns once the actor of
+    the lease has started, `kill(lease)` once the lease has no actor.
     """
 
     def __init__(
@@ -180,8 +180,10 @@ async def _serve_socket(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Serve the agent on the socket whose descriptor is the argument of the command line. End the process with the
-    exit code `CLOSED` or `FAILED`."""
+    """Serve the agent on the socket whose descriptor is the argument of the command line.
+
+    End the process with the exit code `CLOSED` or `FAILED`.
+    """
     asyncio.run(_serve_socket(int(sys.argv[1])))
 
 

@@ -1,6 +1,7 @@
 """Messages between the agent and the driver of its Ray, over a socket pair.
 
-A message is its length (4 bytes, big endian) and a msgpack object."""
+A message is its length (4 bytes, big endian), followed by a msgpack object.
+"""
 
 from typing import Any
 
@@ -16,13 +17,13 @@ class DriverMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class ConnectDriver(DriverMessage, frozen=True, tag=True):
-    """agent → driver, as the first message: connect to the Ray at this address (host:port)."""
+    """Agent → driver, as the first message: connect to the Ray at this address (`host:port`)."""
 
     address: str
 
 
 class CreateActor(DriverMessage, frozen=True, tag=True):
-    """agent → driver: start the actor of a lease of `gib` GiB within `seconds`; `folder` is the folder of the lease."""
+    """Agent → driver: start the actor of a lease of `gib` GiB within `seconds`; `folder` is the folder of the lease."""
 
     lease: str
     generation: int
@@ -32,23 +33,23 @@ class CreateActor(DriverMessage, frozen=True, tag=True):
 
 
 class KillActor(DriverMessage, frozen=True, tag=True):
-    """agent → driver: end the actor of a lease, if there is one."""
+    """Agent → driver: end the actor of a lease, if there is one."""
 
     lease: str
 
 
 class DriverConnected(DriverMessage, frozen=True, tag=True):
-    """driver → agent: the driver is connected to Ray."""
+    """Driver → agent: the driver is connected to Ray."""
 
 
 class ActorCreated(DriverMessage, frozen=True, tag=True):
-    """driver → agent: the actor answers."""
+    """Driver → agent: the actor of the lease has started and answers calls."""
 
     lease: str
 
 
 class ActorNotCreated(DriverMessage, frozen=True, tag=True):
-    """driver → agent: the actor could not be started, with the reason."""
+    """Driver → agent: the actor of the lease could not be started; `message` is the reason."""
 
     lease: str
     message: str
@@ -59,24 +60,24 @@ FromDriver = DriverConnected | ActorCreated | ActorNotCreated
 
 
 class DriverLinkError(ValueError):
-    """Raised for bytes that are no message of this link."""
+    """Raised for received bytes that are not a valid message."""
 
 
 def encode_message(message: DriverMessage) -> bytes:
-    """Return a message as bytes, with its length first."""
+    """Encode a message, preceded by its length."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 class MessageReader:
-    """Parser that splits a byte stream into messages of `kinds`, a union of message types."""
+    """Parser of a byte stream into messages. `kinds` is the union of the message types that may arrive."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes.
+        """Add received bytes, and return the messages that are complete now.
 
         Raise `DriverLinkError` for a message that is too long or invalid.
         """

@@ -1,8 +1,8 @@
-"""The Ray of this Mac: `ray start --head --block` and its driver as children of the agent, while they are needed.
+"""Run this Mac's Ray, `ray start --head --block`, and its driver as children of the agent while they are needed.
 
-Ray starts and ends the actors of video jobs on this Mac, and nothing else. Its cluster has one machine, and all of its
-sockets are on loopback. The coordinator runs no Ray (docs/decisions/0027). A Mac without an environment, a package, or
-the permission of an administrator starts no Ray.
+Ray only starts and ends the actors of video jobs on this Mac. Its cluster has one machine, and all of its sockets are
+on loopback. The coordinator runs no Ray (docs/decisions/0027). Ray does not start on a Mac without an environment, a
+package, or the permission of an administrator.
 
 The lease of a job limits its memory. Ray's own memory monitor is therefore off, as are its dashboard, metrics and log
 monitor. Its object store has 80 MB. Every process of Ray demands a token from a file of mode 0600.
@@ -48,7 +48,7 @@ from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELA
 from wire.units import GIB
 
 START_TIMEOUT_SECONDS = 120.0
-"""Maximum seconds until Ray is up. After that Ray is ended, and started again after a delay."""
+"""Maximum seconds until Ray is up. After that, Ray is ended, and restarted after a delay."""
 PORTS = 60
 """Number of ports from `worker.ray_ports` on that belong to Ray."""
 RESOURCE = "video_lease_gib"
@@ -58,7 +58,7 @@ ROOT = str(Path(__file__).parents[3])
 CURRENT = "ray_current_cluster"
 """File in Ray's folder that names its cluster. With the file of an earlier cluster, Ray refuses to start."""
 EXIT_GRACE_SECONDS = 2.0
-"""Seconds that a driver has to exit after its socket was closed. Then it is killed."""
+"""Seconds that a driver has to exit after its socket was closed. After that, the driver is killed."""
 
 log = structlog.get_logger("node.ray")
 
@@ -71,8 +71,8 @@ def describe_missing() -> str:
 
 
 def build_command(ports: int, folder: Path, gib: int) -> list[str]:
-    """Return the command line of Ray: this Python interpreter, which runs `ray start --head`. `ports` is the first of
-    `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB."""
+    """Return the command line that runs `ray start --head`. `ports` is the first of `PORTS` ports, `folder` the folder
+    of Ray's sessions, `gib` the amount of Ray's resource for leases in GiB."""
     numbers = {
         "node-manager-port": ports,
         "object-manager-port": ports + 1,
@@ -97,8 +97,8 @@ def build_command(ports: int, folder: Path, gib: int) -> list[str]:
 
 
 def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
-    """Return the environment variables of this Mac's Ray. The folder `files` has the token. `node` becomes the id of
-    Ray's only node."""
+    """Return the environment variables of this Mac's Ray. `files` is the folder with the authentication token. `node`
+    becomes the id of Ray's only node."""
     variables = ray_process.build_environment(inherited, files)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     variables["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
@@ -135,7 +135,7 @@ class LocalRay:
         self.node = ""
         """Id of this Mac's node in Ray; empty while Ray is not up."""
         self.cause = ""
-        """Why Ray has ended or could not be started although it is needed; else empty."""
+        """Reason why Ray has ended or could not be started although it is needed; else empty."""
         self._changed = changed
         self._failed = failed
 
@@ -162,13 +162,13 @@ class LocalRay:
             self._changed()
 
     def set_offered(self, *, wanted: bool) -> None:
-        """Set whether this Mac offers video. A change may start or end Ray."""
+        """Set whether this Mac can make videos now. A change may start or end Ray."""
         if wanted != self._offered:
             self._offered = wanted
             self._signal_change()
 
     def set_has_lease(self, *, on: bool) -> None:
-        """Set whether this Mac has a granted lease. Ray that is not wanted any more ends after the lease."""
+        """Set whether this Mac has a granted lease. With a lease, Ray continues even if it is not needed otherwise."""
         if on != self._lent:
             self._lent = on
             self._signal_change()
@@ -180,11 +180,11 @@ class LocalRay:
         )
 
     def end_actor(self, lease: str) -> None:
-        """End the actor of a lease, if there is one, without a wait (`DriverProcess.kill_actor`)."""
+        """Order the driver to end the actor of a lease, if there is one. Do not wait for the end."""
         self._driver.kill_actor(lease)
 
     async def stop(self) -> None:
-        """End Ray and its driver, and allow no further start of Ray until `set_allowed`."""
+        """End Ray and its driver, wait for their end, and prevent further starts until `set_allowed`."""
         self._allowed = False
         if self._task is not None:
             self._task.cancel()
@@ -290,8 +290,8 @@ class LocalRay:
 class DriverProcess:
     """Manager of the driver's process, which runs between `start` and `stop` and is restarted after each end.
 
-    A `CreateActor` without an answer is sent again to the next driver. `failed` is called with the id of the lease and
-    the reason when the actor of a lease could not be started. The driver runs in an empty folder below `files`.
+    A `CreateActor` without an answer is sent again to the next driver. `failed(lease, reason)` is called when the actor
+    of a lease could not be started. The driver runs in an empty folder below `files`.
     """
 
     def __init__(self, files: Path, failed: Callable[[str, str], None]) -> None:
@@ -302,18 +302,18 @@ class DriverProcess:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, address: str, variables: Mapping[str, str]) -> None:
-        """Run a driver for the Ray at `address` (host:port), with the environment `variables`, until `stop`."""
+        """Run a driver for the Ray at `address` (host:port), and restart it after each end, until `stop`."""
         self._task = asyncio.get_running_loop().create_task(self._run_repeatedly(address, variables))
 
     async def stop(self) -> None:
-        """End the driver, after `EXIT_GRACE_SECONDS` by SIGKILL, and await its end. `pending` does not change."""
+        """End the driver, after `EXIT_GRACE_SECONDS` by SIGKILL, and wait for its end. `pending` does not change."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     @property
     def pending(self) -> frozenset[str]:
-        """Ids of the leases whose actor was requested, without an answer so far."""
+        """Ids of the leases whose actor was requested and has neither started nor failed."""
         return frozenset(self._pending)
 
     def create_actor(self, wanted: CreateActor) -> None:
@@ -323,7 +323,7 @@ class DriverProcess:
             self._writer.write(encode_message(wanted))
 
     def kill_actor(self, lease: str) -> None:
-        """End the actor of a lease. Without a connected driver send nothing, because the actor ends with its lease."""
+        """Order the driver to end the actor of a lease. Send nothing without a driver: an actor ends with its lease."""
         self._pending.pop(lease, None)
         if self._writer is not None:
             self._writer.write(encode_message(KillActor(lease)))
@@ -375,8 +375,8 @@ class DriverProcess:
             await _end_driver(process)
 
     def handle_message(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
-        """Handle a message of the driver. Send the pending requests over `writer` once the driver is connected to Ray,
-        and report an actor that could not be started."""
+        """Handle a message of the driver. Once the driver is connected to Ray, send the pending requests over `writer`.
+        Report an actor that could not be started."""
         match message:
             case DriverConnected():
                 log.info("driver connected")

@@ -1,6 +1,7 @@
-"""Launcher of Ray's command line that ends Ray when standard input ends.
+"""Run Ray's command line, and end Ray when the standard input of this process ends.
 
-The pipe closes on every system when the parent is killed. No portable call notifies a process of its parent's end.
+The standard input is a pipe of the agent, which closes on every system when the agent ends or is killed. No portable
+call notifies a process of the end of its parent.
 """
 
 import os
@@ -21,7 +22,7 @@ def _end_at_end_of_stdin() -> None:
 
 
 def main() -> None:
-    """Run Ray's command line with the arguments of this process. End Ray when stdin ends."""
+    """Run Ray's command line with the arguments of this process. End Ray and the process when stdin ends."""
     threading.Thread(target=_end_at_end_of_stdin, daemon=True).start()
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 

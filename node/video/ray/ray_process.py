@@ -1,7 +1,7 @@
-"""`ray start --head --block` as a child process, confined to loopback.
+"""Start and end Ray, `ray start --head --block`, as a child process that is confined to loopback.
 
 The child is this Python interpreter, which runs Ray's command line and exits when its standard input ends. The output
-of the child is kept until Ray is up; afterwards Ray writes logs into its own folder.
+of the child is kept until Ray is up. After that, Ray writes logs to its own folder.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from host.private_files import create_private_folder
 RESTART_DELAYS_SECONDS = (1.0, 60.0)
 """First and maximum wait before Ray or its driver is started again, in seconds."""
 HEALTHY_AFTER_SECONDS = 120.0
-"""Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
+"""Duration of a run in seconds after which the next wait is again the first of `RESTART_DELAYS_SECONDS`."""
 EXIT_GRACE_SECONDS = 5.0
-"""Seconds that Ray has to exit after SIGTERM. Then its process group is killed."""
+"""Seconds that Ray has to exit after SIGTERM. After that, its process group is killed."""
 OBJECT_STORE_BYTES = 80_000_000
 """Bytes of Ray's object store, which is required but stays empty."""
 MAX_OUTPUT_BYTES = 2**20
@@ -55,13 +55,13 @@ SLIM = {
 }
 """Environment variables of every process of Ray.
 
-The actor ends its worker: if Ray ended the worker first, that end would look like a crash. Without a "cluster" Ray uses
-loopback as the address of the machine, on Linux as on macOS.
+Ray must not end worker processes: the actor ends its worker, and an end by Ray would look like a crash. Without a
+"cluster", Ray uses loopback as the address of the machine, on Linux as on macOS.
 """
 
 SESSIONS = "r"
-"""Name of the folder that Ray gets, within a private one. Ray gives all users access to its folder, with its logs and
-sockets. The name is short because of the limit of socket paths."""
+"""Name of Ray's folder within a private folder. Ray gives all users access to its folder with its logs and sockets. The
+name is short because of the limit of socket paths."""
 
 
 def build_command(*words: str) -> list[str]:
@@ -75,7 +75,7 @@ def format_options(numbers: Mapping[str, int]) -> list[str]:
 
 
 def build_environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
-    """Return the environment of the processes of Ray: named variables only, and the path of the token in `files`."""
+    """Return the environment variables of Ray's processes: `KEPT` of `inherited`, `SLIM`, and the token in `files`."""
     variables = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
     return variables | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
 
@@ -130,10 +130,10 @@ def summarize_output(output: bytes) -> str:
 
 
 async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """End Ray by SIGTERM. Once it has ended, or after `EXIT_GRACE_SECONDS`, send SIGKILL to the rest of its group.
-    `ended` is the task that waits for the end of `process`.
+    """End Ray by SIGTERM, and kill the rest of its process group once Ray has ended or `EXIT_GRACE_SECONDS` are over.
 
-    The output is read to its end, because the loop does not notice the end of a process while output is buffered.
+    `ended` is the task that waits for the end of `process`. The output is read to its end, because the loop does not
+    notice the end of a process while output is buffered.
     """
     reading = asyncio.create_task(discard_output(process))
     if process.returncode is None:
@@ -149,8 +149,8 @@ async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]
 def create_short_folder(files: Path) -> Path:
     """Create and return a folder with a short path for Ray, because the paths of its sockets must fit into 103 bytes.
 
-    The folder is below /tmp on macOS, and below the temporary folder of this process on Linux. The name of the folder
-    derives from `files`. Raise `OSError` if the name belongs to another user or to a file.
+    The folder is below /tmp on macOS, and below the temporary folder of this process on Linux. Its name is derived from
+    the path `files`. Raise `OSError` if the folder belongs to another user or is a file.
     """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below

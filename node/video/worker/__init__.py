@@ -1,1 +1,1 @@
-"""Video worker of one lease: its process, its parent, its monitor and the watchdog policy."""
+"""Video worker of one lease: its program, its parent process, its monitor and the watchdog policy."""

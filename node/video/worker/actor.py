@@ -1,10 +1,10 @@
 """Ray actor of a video job: starts the worker of one lease and waits for its end.
 
-The actor holds no object of Ray's and no state for a client. The driver of the node's Ray (`node.video.ray.driver`)
-creates the actor after the agent has granted the lease. The agent reports the progress of the job, over the link.
+The driver of the node's Ray (`node.video.ray.driver`) creates the actor after the agent has granted the lease. The
+actor stores no objects in Ray and no state for a client: the agent reports the progress of the job over the link.
 
-The actor exits as soon as the process that started it has ended. Ray takes seconds to notice, and the worker's memory
-would stay leased for as long.
+The actor exits as soon as its parent process, which belongs to Ray, has ended. Ray itself takes seconds to notice that,
+and the worker's memory would stay leased for as long.
 """
 
 import os
@@ -16,20 +16,20 @@ import ray
 from node.video.worker.worker_parent import LeaseFenced, WorkerParent
 
 LINGER_SECONDS = 15.0
-"""Seconds after the end of its worker during which the actor can answer `wait`. Then its process exits.
+"""Seconds after the end of its worker for which the actor can answer `wait`. Then its process exits.
 
-The process that would end the actor may be gone. Without this limit the actor would hold its resources for as long as
-Ray runs.
+The driver that would end the actor may have ended. Without this limit, the actor would occupy its resources for as long
+as Ray runs.
 """
 POLL_INTERVAL_SECONDS = 0.1
 """Seconds between two checks of the parent process. No portable call notifies a process of its parent's end."""
 
 
 class WorkerHost:
-    """Ray actor that runs the `WorkerParent` of one lease on a thread, and can therefore answer calls at any time.
+    """Ray actor that runs the `WorkerParent` of one lease in a thread, and can therefore answer calls at any time.
 
-    `folder` is the folder of the lease, which has the id `lease` and this generation. The process exits
-    `LINGER_SECONDS` after the end of the worker.
+    `folder` is the folder of the lease with the id `lease` and this generation. The constructor starts the worker. The
+    process exits `LINGER_SECONDS` after the end of the worker.
     """
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
@@ -50,7 +50,7 @@ class WorkerHost:
             os._exit(0)
 
     def get_node_id(self) -> str:
-        """Return the id of the actor's Ray node. An answer proves that the actor is up."""
+        """Return the id of the actor's Ray node. Any answer proves that the actor has started."""
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:

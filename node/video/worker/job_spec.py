@@ -1,7 +1,7 @@
-"""Job of the worker: parsed from a lease's `spec` and checked before any memory is leased. Pure functions.
+"""Parse and check the video job in the `spec` of a lease, before any memory is leased. Pure functions.
 
-The coordinator has checked the same fields against the pool's limits. A node checks them again, because it does not
-rely on a peer. Defaults of the package, the engine or the node's settings replace fields that are not set.
+The coordinator has checked the same fields against the pool's limits. The node checks them again, because it does not
+trust a peer. Defaults of the package, the engine or the node's settings replace fields that are not set.
 """
 
 from typing import Annotated, cast
@@ -20,10 +20,10 @@ Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Video job as in the `spec` of a lease. Sides are in pixels.
+    """Video job in the `spec` of a lease. `width` and `height` are in pixels.
 
-    None stands for a default: the package's for `frames`, `fps` and `steps`, the engine's for the other parameters of
-    the clip.
+    None selects a default: that of the package for `frames`, `fps` and `steps`, that of the engine for the other
+    parameters of the clip.
     """
 
     prompt: Text
@@ -46,8 +46,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def to_worker_input(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, without `timeout` and `stall`.
 
-        `frames`, `fps` and `steps` that are not set get the defaults of `package`. Other fields that are not set are
-        left out.
+        `frames`, `fps` and `steps` that are None get the defaults of `package`. Other fields that are None are left
+        out.
         """
         fields = cast("dict[str, object]", msgspec.to_builtins(self))
         known = {

@@ -1,14 +1,14 @@
-"""Communication between the agent and the parent process of a worker: files in the lease's folder, and two locks.
+"""Files and locks in a lease's folder, through which the agent and the parent process of a worker communicate.
 
     lease.json      written by the agent: the granted lease and its job. Without this file no worker may be started
     claim.json      written once by the parent: the worker that it has started
-    go              written by the agent: the worker is watched and may begin. Until then it loads nothing
+    go              written by the agent: the worker is watched and may begin. Before that, it loads nothing
     events.jsonl    written by the parent: events of the worker
     guard           locked by the agent for as long as it watches this lease
     attended        locked by the parent for as long as its process lives
 
-The kernel releases a lock when its process ends, in every case. Each side therefore detects the end of its peer without
-a socket, whose path may be 103 bytes long on macOS. Neither side writes for a lease that it no longer holds.
+The kernel releases a lock when its process ends for any reason. Each side therefore detects the end of its peer without
+a socket, whose path is limited to 103 bytes on macOS. Neither side writes files of a lease that has ended for it.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 """Folders of the worker's artifacts and of its temporary files, and the file with its stderr."""
 T = TypeVar("T", bound=Struct)
 MAX_LINE_BYTES = 64 * 1024
-"""Maximum bytes of one event, a line of a file. `FileTail` discards a longer line, but may return its end as a line."""
+"""Maximum bytes of one event, which is a line of a file. `FileTail` discards longer lines, but may return their end."""
 
 
 class LeaseGrant(Struct, frozen=True, kw_only=True):
@@ -77,10 +77,9 @@ def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | 
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another descriptor, of any process, holds the exclusive lock of a file. Create the file if it is
-    missing.
+    """Return whether any process holds the exclusive lock of a file, also through another descriptor of this process.
 
-    Raise `OSError` if the file cannot be opened.
+    Create the file if it is missing. Raise `OSError` if the file cannot be opened.
     """
     descriptor = lock_file(path, shared=True)
     if descriptor is None:
@@ -90,7 +89,10 @@ def is_locked(path: Path) -> bool:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Create a file of mode 0600 atomically. Raise `FileExistsError` if it exists, `OSError` if writing fails."""
+    """Create a file with this content and mode 0600, atomically.
+
+    Raise `FileExistsError` if the file exists, `OSError` if it cannot be written.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -102,12 +104,12 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def read_grant(folder: Path) -> LeaseGrant | None:
-    """Read the granted lease of a lease's folder; None if it is missing, invalid or no longer granted."""
+    """Read the grant in the folder of a lease; None if it is missing or invalid, as after the end of the lease."""
     return _read_struct(folder / GRANT, LeaseGrant)
 
 
 def read_claim(folder: Path) -> WorkerClaim | None:
-    """Read the claim of a lease's folder; None if the lease is not claimed or the claim is invalid."""
+    """Read the claim in the folder of a lease; None if no worker has started or the claim is invalid."""
     return _read_struct(folder / CLAIM, WorkerClaim)
 
 
@@ -127,10 +129,10 @@ class FileTail:
         self._rest = b""
 
     def read_lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`. The end of such a line
-        may be returned as a line.
+        """Return the complete lines since the last call; none if the file cannot be read.
 
-        A call reads at most `16 * MAX_LINE_BYTES` bytes. Return an empty list if the file cannot be read.
+        A call reads at most `16 * MAX_LINE_BYTES` bytes. Lines over `MAX_LINE_BYTES` are discarded, but the end of such
+        a line may be returned as a line.
         """
         try:
             with self._path.open("rb") as file:

@@ -12,8 +12,8 @@ outlives the worker's parent process, which is usually a Ray actor.
 
 A sign of progress is a new phase, a step or a computed transformer block. The `beat` event of the worker alone is no
 sign, because its thread continues while a GPU hangs. A denoising step of a large picture can take twenty minutes, a
-block less than five. The footprint is read from the kernel; the worker's own memory numbers are ignored. Between two
-checks, a worker can exceed its lease by the memory that it allocates in 0.2 s. The predicted footprint of a job
+block less than five. The footprint is read from the kernel; memory numbers that the worker reports are ignored. Between
+two checks, a worker can exceed its lease by the memory that it allocates in 0.2 s. The predicted footprint of a job
 therefore has a margin.
 """
 
@@ -49,8 +49,8 @@ class WorkerObservation:
     alive: bool = True
     """Whether a process of the worker is alive."""
     attended: bool = True
-    """Whether the worker's parent process is alive, or is not needed any more because the worker has reported its
-    result."""
+    """Whether the worker's parent process is alive. Also True once the worker has reported its result, because the
+    parent is then not needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ class WatchdogState:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """End of a worker, decided or observed."""
+    """Reason why a worker has ended or must be ended."""
 
     code: str
-    """Code that the node reports, a `LeaseEndCode` or a cause of the coordinator."""
+    """Code that the node reports: a `LeaseEndCode`, or the cause of an order by the coordinator."""
     message: str
     """Sentence for a person; empty for a completed job."""
     at_once: bool = False
@@ -89,9 +89,9 @@ def create_state(now: float) -> WatchdogState:
 def step(
     state: WatchdogState, observation: WorkerObservation, bounds: WorkerBounds, now: float
 ) -> tuple[WatchdogState, EndWorker | None]:
-    """Apply one observation. `now` is in seconds of a monotonic clock.
+    """Apply one observation. Return the next state, and the reason why the worker has ended or must be ended.
 
-    Return the next state, and the end if the worker has ended or must be ended, else None.
+    The reason is None for a worker within its bounds. `now` is in seconds of a monotonic clock.
     """
     if observation.mark != state.mark:
         state = replace(state, mark=observation.mark, moved=now)

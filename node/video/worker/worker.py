@@ -1,21 +1,21 @@
-"""Video worker: makes one clip, and exits. Started as `ENVIRONMENT/bin/python -I worker.py` in its own process
-group.
+"""Video worker: a program that generates one clip and exits, started as `ENVIRONMENT/bin/python -I worker.py`.
 
-The file imports no other module of the project, because the worker's environment contains none.
+The worker runs in its own process group. This file imports no other module of the project, because the worker's
+environment contains none.
 
-    stdin    one line, the job as JSON; then no more data. At its end the worker exits at once, because its parent
-             has ended: no orphan keeps the lease's memory
-    stdout   one JSON object a line: start, loading, loaded, progress, beat, done | failed. Libraries that print there
-             print to stderr instead: the descriptor is duplicated before any of them is loaded
+    stdin    one line, the job as JSON; then no more data. At the end of stdin the worker exits at once, because its
+             parent has ended. An orphan would keep the memory of the lease
+    stdout   one JSON object per line: start, loading, loaded, progress, beat, done | failed. Output of libraries goes
+             to stderr, because the descriptor of stdout is replaced before any of them is loaded
     exit     0 done, 2 no job, 3 failed and reported, 4 parent ended
 
-The cache is small. Unless the job forbids it (`wire`), the wired limit is set below the lease before any weight is
-read. Each of two experts is unloaded when its steps are done: only one is in memory at a time. A counter of transformer
-blocks is the sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside of this
-process.
+MLX's cache of free buffers is small. Unless the job forbids it (`wire`), the wired limit is set below the lease before
+any weight is read. Of two experts, only one is in memory at a time: each is unloaded when its steps are done. A counter
+of transformer blocks is the sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from
+outside of this process.
 
-Versions of the engine differ in their parameters. Every call is filtered by the signature, hence 0.18 and 0.38 both
-work.
+Versions of the engine differ in their parameters. `call_supported` passes only arguments that the installed version
+has, so that versions 0.18 and 0.38 both work.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-"""Version of the events, in their field `v`."""
+"""Version of the format of the events, in their field `v`."""
 UNWIRED_BYTES = 2 * 1024**3
 """Bytes of the lease that are not wired, at most half of the lease.
 
-They are for Python, torch's text encoder, and memory that the system holds for the worker.
+Python, torch's text encoder, and memory of the system for the worker use these bytes.
 """
 MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
@@ -64,7 +64,7 @@ EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
 class EventWriter:
-    """Writer of the worker's events to a file descriptor, as one JSON object a line. Thread-safe."""
+    """Writer of the worker's events to a file descriptor, as one JSON object per line. Thread-safe."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
@@ -72,16 +72,16 @@ class EventWriter:
         self._began = time.monotonic()
 
     def write_event(self, event: str, **facts: object) -> None:
-        """Write one event with `facts`, and with the seconds since the start of the worker."""
+        """Write one event with the fields `facts`, and with the seconds since the start of the worker as `at`."""
         line = json.dumps({"v": VERSION, "event": event, "at": round(time.monotonic() - self._began, 3), **facts})
         with self._lock:
             self._file.write(line + "\n")
 
 
 class ProgressReporter:
-    """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`.
+    """Counter of computed transformer blocks, which is reported every `PROGRESS_INTERVAL_SECONDS`.
 
-    `blocks` is the count. `peak` returns the peak memory of MLX in bytes, which is reported as well.
+    `blocks` is the count. `peak()` returns the peak memory of MLX in bytes, which is reported as well.
     """
 
     def __init__(self, writer: EventWriter) -> None:
@@ -108,7 +108,7 @@ class ProgressReporter:
 
 
 def redirect_stdout() -> int:
-    """Return a duplicate of stdout for events, and redirect fd 1 to stderr for libraries that print."""
+    """Redirect descriptor 1 and `sys.stdout` to stderr, and return a duplicate of the original stdout, for events."""
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -116,7 +116,7 @@ def redirect_stdout() -> int:
 
 
 def read_job() -> dict[str, Any] | None:
-    """Read the job from the one line of stdin; None if stdin ends before the line.
+    """Read the job, one line of JSON, from stdin; None if stdin ends before the end of the line.
 
     Raise `ValueError` for invalid JSON.
     """
@@ -137,9 +137,7 @@ def exit_at_end_of_stdin() -> None:
 
 
 def call_supported(call: Callable[..., Any], **named: object) -> Any:
-    """Call a function with the arguments in `named` that its signature has, and return its result. Ignore all other
-    arguments.
-    """
+    """Call a function with those arguments of `named` that its signature has, and return its result."""
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
 
@@ -148,8 +146,8 @@ def build_package_config(root: Path, config_class: Any) -> Any:
     """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
 
     `root` is the folder of the package, `config_class` is the engine's `ModelConfig`. A quantized package has no
-    configs of its components; a third-party repository does. Raise `OSError` or `ValueError` for a config that cannot
-    be read or parsed.
+    configs of its components, which then have the catalogue's values. Raise `OSError` or `ValueError` for a config that
+    cannot be read or parsed.
     """
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
@@ -269,11 +267,11 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
 
 
 def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail to the folder `out` of the job. Return the fields of the `done` event: `width` and
-    `height` in pixels, `frames`, `fps`, `files` (names in `out`), `seed`, `steps`, and `mlx_peak` in bytes.
+    """Write clip and thumbnail to the folder `out` of the job, and return the fields of the `done` event.
 
-    Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
-    Errors of the engine propagate.
+    The fields are `width` and `height` in pixels, `frames`, `fps`, `files` (names in `out`), `seed`, `steps`, and
+    `mlx_peak` in bytes. Width and height are those of the clip, because the engine rounds the sizes of the job without
+    an error. Raise `ValueError` if the clip has no frames. Errors of the engine propagate.
     """
     out = Path(job["out"])
     part = out / "part.mp4"
@@ -285,10 +283,10 @@ def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
 
 
 def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
-    """Decode the whole clip and save its first frame as `thumbnail`. Return the clip's `width` and `height` in pixels,
-    its number of `frames`, and `fps`.
+    """Decode the whole clip, and save its first frame as `thumbnail`.
 
-    Raise `ValueError` if the clip has no frames. The engine itself checks for black frames.
+    Return the clip's `width` and `height` in pixels, its number of `frames`, and `fps`. Raise `ValueError` if the clip
+    has no frames. The engine itself checks for black frames.
     """
     av: Any = importlib.import_module("av")
     with av.open(str(clip)) as opened:
@@ -304,11 +302,11 @@ def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
 
 
 def classify_error(error: BaseException, *, began: bool) -> str:
-    """Return the code of a failure: invalid output, full disk, failed generation, or a broken package.
+    """Return the code of a failure: `output_invalid`, `disk_full`, `generation_failed` or `model_invalid`.
 
-    An error that is neither of the first two counts as a failed generation if `began`: a transformer block was
-    computed. The same holds for a `ValueError`, and for an error of the GPU: lack of memory, or work that macOS has
-    ended. Any other error counts as a broken package.
+    `began` is whether a transformer block was computed. After that, and for a `ValueError` or an error of the GPU (lack
+    of memory, or work that macOS has ended), the code is `generation_failed`. All other errors count as a broken
+    package, `model_invalid`.
     """
     if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
         return "output_invalid"

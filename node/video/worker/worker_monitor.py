@@ -1,7 +1,7 @@
-"""Monitor of the worker of one granted lease, run by the agent: claims, events, footprint, end.
+"""Monitor the worker of one granted lease from the agent: its start, its events, its footprint and its end.
 
-All inputs come from the lease's folder and from the kernel, several times a second. `node.video.worker.watchdog_policy`
-decides. A worker gets its job only once it is watched. Until then it loads nothing.
+The monitor reads the lease's folder and the kernel several times a second, and `node.video.worker.watchdog_policy`
+decides. A worker gets its job only once it is watched. Before that, it loads nothing.
 """
 
 import asyncio
@@ -43,10 +43,10 @@ from wire.video import LeaseEndCode
 POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks of a worker."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Maximum seconds from a worker's report of the end of its job to its exit. Then it gets SIGTERM, and later SIGKILL."""
+"""Maximum seconds from a worker's report of the end of its job to its exit. After that, the worker is ended."""
 REPORT_TIMEOUT_SECONDS = 1.0
-"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well. Then the worker
-counts as crashed."""
+"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well. After that, the
+worker counts as crashed."""
 EXIT_POLL_SECONDS = 0.02
 """Seconds between two checks whether a killed worker has ended."""
 PHASES = {
@@ -57,8 +57,7 @@ PHASES = {
     "generated": LeasePhase.SAVING,
     "save": LeasePhase.SAVING,
 }
-"""Phases of a lease by the phases in the worker's `progress` events. Any other phase does not change the lease's
-phase."""
+"""Phase of the lease by the phase in a `progress` event of the worker. Events with other phases do not change it."""
 CODES = frozenset(
     {
         LeaseEndCode.OUTPUT_INVALID,
@@ -69,7 +68,7 @@ CODES = frozenset(
 )
 """Failure codes that a worker may report. Any other code counts as `LeaseEndCode.GENERATION_FAILED`."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
-"""Environment variables that a worker inherits. Every other variable is set explicitly."""
+"""Environment variables that a worker inherits. All other variables of a worker are set explicitly."""
 
 
 def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -82,7 +81,7 @@ def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dic
 
 @dataclass(slots=True)
 class WorkerJob:
-    """State of a video job, by the events of its worker."""
+    """State of a video job, as the events of its worker report it."""
 
     phase: LeasePhase = LeasePhase.GRANTED
     """Phase of the lease by the last event."""
@@ -177,10 +176,9 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease in place of an existing one, and lock its `guard` file. The worker may start
-        after that.
+        """Create the folder of the lease in place of an existing one, lock its `guard` file, and write the grant.
 
-        Raise `OSError` if that fails; the folder is removed and its lock released before.
+        The worker may start after that. On failure, release the lock, remove the folder and raise `OSError`.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
@@ -205,15 +203,15 @@ class WorkerMonitor:
         return time.monotonic() - self.state.began if self.state is not None else 0.0
 
     def record_worker(self) -> LeaseRecord:
-        """Add the worker that has started to the record of the lease, and return the record."""
+        """Store the worker in `record`, and return the new record."""
         self.record = replace(self.record, worker=self.worker)
         return self.record
 
     def check(self) -> EndWorker | None:
-        """Check the worker once. Return the end if the worker has ended, must be ended, or was not started within
-        `start_timeout` seconds; else None.
+        """Check the worker once. Return the reason why it has ended or must be ended; None for a worker in order.
 
-        Raise `OSError` if a file of the lease's folder cannot be created or locked.
+        A worker that has not started within `start_timeout` seconds counts as failed. Raise `OSError` if a file of the
+        lease's folder cannot be created or locked.
         """
         now = time.monotonic()
         if self.worker is None:
@@ -254,10 +252,10 @@ class WorkerMonitor:
         return end
 
     async def kill(self, end: EndWorker) -> None:
-        """End the worker's process group because of `end`, and return when all of its processes have ended, without a
-        time limit.
+        """Remove the grant, end the worker's process group, and wait until all of its processes have ended.
 
-        Remove the grant, so that no worker is started later.
+        Without the grant, no worker starts later. `end.at_once` decides whether SIGTERM precedes SIGKILL. The wait has
+        no time limit.
         """
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
@@ -265,7 +263,7 @@ class WorkerMonitor:
             await kill_worker_group(self.worker, 0.0 if end.at_once else self._grace)
 
     def close(self) -> None:
-        """Release the lock of the folder and remove the scratch files."""
+        """Release the lock of the lease's folder, and delete the scratch folder."""
         if self._guard is not None:
             os.close(self._guard)
             self._guard = None
@@ -273,15 +271,17 @@ class WorkerMonitor:
 
 
 def find_living_processes(worker: WorkerGroup) -> tuple[int, ...]:
-    """Return the ids of a worker's living processes; empty if its process id belongs to a later process by now."""
+    """Return the ids of the living processes of a worker's group; none if a later process has the worker's id."""
     if worker.born and (now := read_process_identity(worker.pid)) and now != worker.born:
         return ()
     return list_group_members(worker.pid)
 
 
 async def kill_worker_group(worker: WorkerGroup, grace: float) -> None:
-    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds (0: at once), and return when all processes have
-    ended. The wait for their end has no time limit."""
+    """Send SIGTERM to a worker's process group, and SIGKILL after `grace` seconds; with a `grace` of 0, only SIGKILL.
+
+    Return when all processes of the group have ended. The wait has no time limit.
+    """
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while find_living_processes(worker):
         if time.monotonic() >= deadline:

@@ -1,11 +1,11 @@
 """Parent process of one worker: starts the worker, passes its job once the agent watches, and forwards its events.
 
-The worker runs in its own process group, with a pipe of the parent as stdin. The worker exits when the parent ends, for
-any reason. The parent ends the worker at once when the agent ends, because no process guards the memory then. The
-parent holds no state for a client: the agent reports the progress of the job.
+The worker runs in its own process group, with a pipe of the parent as stdin. When the parent ends, for any reason, the
+worker exits. When the agent ends, the parent kills the worker at once, because no process then watches its memory. The
+parent has no state for a client: the agent reports the progress of the job.
 
-Run by the Ray actor (`node.video.worker.actor`), or directly: `python -m node.video.worker.worker_parent FOLDER LEASE
-GENERATION`.
+The Ray actor (`node.video.worker.actor`) runs this module, or a person: `python -m node.video.worker.worker_parent
+FOLDER LEASE GENERATION`.
 """
 
 import os
@@ -46,11 +46,11 @@ GO_SECONDS = 30.0
 
 
 class LeaseFenced(Exception):
-    """Raised when a lease was never granted, has ended, was claimed before, or already has a parent process."""
+    """Raised if a lease was never granted, has ended, was claimed before, or already has a parent process."""
 
 
 class WorkerParent:
-    """Parent of one worker, for a generation of the lease with the id `lease` and the folder `folder`.
+    """Parent of the worker of one lease: its id is `lease`, and its folder `folder`.
 
     `stop` may be called from any thread.
     """
@@ -64,7 +64,7 @@ class WorkerParent:
         self._lock: int | None = None
 
     def run(self) -> int:
-        """Run the worker from start to end, and return its exit code; the negative signal number if a signal ended it.
+        """Run the worker to its end, and return its exit code, or the negative number of the signal that ended it.
 
         Raise `LeaseFenced` if the lease is not granted, already has a parent process or was claimed before. Raise
         `OSError` if the worker cannot be started, or a file of the lease's folder cannot be used.
@@ -79,8 +79,10 @@ class WorkerParent:
             os.close(self._lock)
 
     def stop(self) -> None:
-        """Kill the worker's process group at once, from any thread. `run` then returns, without an exit event. A worker
-        that has not begun its job never begins it."""
+        """Kill the worker's process group at once, from any thread.
+
+        `run` then returns, without writing an exit event. A worker that has not begun its job never begins it.
+        """
         self._stopped.set()
         self._kill_worker()
 
@@ -183,7 +185,10 @@ def _copy_lines(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """Run the worker of the lease that the command line names. Return its exit code; 1 if `LeaseFenced` was raised."""
+    """Run the worker of the lease that the command line names, and return its exit code.
+
+    If `WorkerParent.run` raises `LeaseFenced`, print the error and return 1.
+    """
     folder, lease, generation = sys.argv[1:]
     try:
         return WorkerParent(Path(folder), lease, int(generation)).run()
