@@ -1,4 +1,4 @@
-"""API keys: each is shown once, stored as HMAC-SHA256(pepper, key), and compared in constant time on bytes.
+"""Create and check API keys. Only HMAC-SHA256(pepper, key) of a key is stored, and compared in constant time.
 
 The id in a key is not secret: it selects the digest to compare with. An unknown id costs the same comparison as a wrong
 secret. The time of a check therefore does not reveal which ids exist.
@@ -19,7 +19,7 @@ _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _MAX_KEY_BYTES = 256
 _NO_DIGEST = bytes(32)
-"""Digest compared with when no key has the id."""
+"""Digest to compare with if no key has the id."""
 _PROXY_HEADERS = frozenset(
     {
         b"forwarded",
@@ -32,7 +32,7 @@ _PROXY_HEADERS = frozenset(
         b"tailscale-user-login",
     }
 )
-"""Headers that proxies add: RFC 7239, RFC 9110, and the usual ones of nginx, Caddy, Cloudflare and Tailscale."""
+"""Headers that proxies add: those of RFC 7239 and RFC 9110, and those of nginx, Caddy, Cloudflare and Tailscale."""
 SESSION_HEADER = b"x-session-id"
 """Header with which a client names its conversation."""
 MAX_SESSION_BYTES = 200
@@ -41,11 +41,14 @@ MAX_SESSION_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """API key as stored: its identity, rights and digest, without its secret."""
+    """Stored API key: its identity, rights and digest, without its secret."""
 
     id: str
+    """Public id, which is a part of the key's text."""
     name: str
+    """Name for people."""
     scopes: frozenset[str]
+    """Rights of the key, from `SCOPES`."""
     digest: bytes
     """Digest of the key's text (`compute_digest`); empty for the key of clients without a key."""
     created: float
@@ -53,7 +56,7 @@ class ApiKey:
     expires: float | None = None
     """Expiry in Unix seconds; None: the key never expires."""
     limits: KeyLimits | None = None
-    """Limits of the key; None if it has none of its own."""
+    """Limits of the key; None if only the bounds for every key apply."""
 
     def allows(self, scope: str) -> bool:
         """Return whether the key has a scope; `admin` includes every scope."""
@@ -61,7 +64,7 @@ class ApiKey:
 
 
 def create_anonymous_key(now: float) -> ApiKey:
-    """Return the identity of clients without a key. Its only scope is `infer`. `now` is in Unix seconds."""
+    """Return the key that stands for clients without a key. Its only scope is `infer`. `now` is in Unix seconds."""
     return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 
 
@@ -71,7 +74,10 @@ def compute_digest(pepper: bytes, key: bytes) -> bytes:
 
 
 def new_secret(pepper: bytes, key_id: str) -> tuple[bytes, str]:
-    """Create a secret for a key. Return its digest to store, and the key's text `mp_<id>_<43 characters>`."""
+    """Create a secret for the key `key_id`. Return the digest to store, and the key's text `mp_<id>_<43 characters>`.
+
+    The text is shown to the user once and cannot be recovered.
+    """
     secret = base64.urlsafe_b64encode(secrets.token_bytes(_SECRET_BYTES)).decode().rstrip("=")
     text = f"mp_{key_id}_{secret}"
     return compute_digest(pepper, text.encode()), text
@@ -86,10 +92,10 @@ def new_key(
     expires: float | None = None,
     limits: KeyLimits | None = None,
 ) -> tuple[ApiKey, str]:
-    """Create a key; return its record and its text `mp_<id>_<43 characters>`. The record has only a digest of the text.
+    """Create a key. Return the key to store, which has only a digest, and its text `mp_<id>_<43 characters>`.
 
-    `created` and `expires` are in Unix seconds; without `expires` the key never expires. Without `limits` the key has
-    none of its own. Raise `ValueError` for a scope other than infer, admin, metrics, or without any scope.
+    `created` and `expires` are in Unix seconds; with `expires` None, the key never expires. With `limits` None, only
+    the bounds for every key apply. Raise `ValueError` for a scope outside of `SCOPES`, or without any scope.
     """
     wanted = frozenset(scopes)
     if not wanted or not wanted <= SCOPES:
@@ -100,9 +106,9 @@ def new_key(
 
 
 class KeyRing:
-    """API keys in memory, with which clients are authenticated. The coordinator persists them.
+    """All API keys in memory, to authenticate clients. The coordinator persists the keys.
 
-    `pepper` is the secret of the digests (`compute_digest`). `clock` returns Unix seconds. `anonymous` is the key for
+    `pepper` is the secret of the digests (`compute_digest`). `clock()` returns Unix seconds. `anonymous` is the key for
     requests without a key; None: such requests are refused.
     """
 
@@ -117,7 +123,7 @@ class KeyRing:
         self.refused = 0
         """Number of texts for which `check` returned None."""
         self.anonymous = anonymous
-        """Identity of a client without a Macpool key; None: such a client is refused."""
+        """Key for requests without a Macpool key; None: such requests are refused."""
 
     def put(self, key: ApiKey) -> None:
         """Add a key, or replace the key with the same id."""
@@ -130,16 +136,16 @@ class KeyRing:
         return self._keys.pop(key_id.encode(), None) is not None
 
     def list(self) -> list[ApiKey]:
-        """Return all keys, oldest first, without the key of clients without a key."""
+        """Return all keys except `anonymous`, oldest first."""
         return sorted(self._keys.values(), key=lambda key: key.created)
 
     def get_names(self) -> dict[str, str]:
-        """Return the names of all keys by id, including the key of clients without a key."""
+        """Return the names of all keys by id, including `anonymous`."""
         names = {key.id: key.name for key in self._keys.values()}
         return names if self.anonymous is None else {**names, self.anonymous.id: self.anonymous.name}
 
     def find_key(self, key_id: str) -> ApiKey | None:
-        """Return a key by its id, including the key of clients without a key; None for an unknown id."""
+        """Return the key with this id, which may be `anonymous`; None for an unknown id."""
         key = self._keys.get(key_id.encode())
         return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
 
@@ -149,27 +155,22 @@ class KeyRing:
         return None if key is None else key.limits
 
     def compute_salted_hash(self, text: bytes) -> bytes:
-        """Return the hash of a key's text by which this ring recognizes a key that it has verified before."""
+        """Return the hash of a key's text by which this object recognizes a text that it has verified before."""
         return hashlib.blake2b(text, key=self._salt).digest()
 
     def check(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
-        """Return the key whose text a client `presented`; None if the text is unknown, wrong or expired.
+        """Return the key whose text a client has presented; None if the text is unknown or wrong, or the key expired.
 
-        `salted_hash` is the hash of the text (`compute_salted_hash`), if the caller has it. A key that was verified
-        before is recognized by this hash, which costs a tenth of the HMAC.
-
-        A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that does not
-        begin with `mp_`.
+        `salted_hash` is the hash of the text (`compute_salted_hash`), if the caller has it; None otherwise. A text that
+        was verified before is recognized by this hash, which costs a tenth of the HMAC. If `anonymous` is set, it is
+        returned for every text that does not begin with `mp_`. A result of None increases `refused`.
         """
         known = self.find(presented, salted_hash)
         self.refused += known is None
         return known
 
     def find(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
-        """Return the same key as `check`, or None, without counting a failure in `refused`.
-
-        Use this if a `check` follows for the same request.
-        """
+        """Return the result of `check` without increasing `refused`, for callers that call `check` later as well."""
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
@@ -189,9 +190,9 @@ class KeyRing:
         return known
 
     def is_valid(self, presented: bytes) -> bool:
-        """Return whether a text is the text of a known key that has not expired.
+        """Return whether a client has presented the text of a known key that has not expired.
 
-        Unlike `check`, count no wrong text, and return False for clients without a key even if `anonymous` is set.
+        Unlike `check`, do not count a wrong text in `refused`, and never accept `anonymous`.
         """
         known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
         return known is not None and not self._is_expired(known)
@@ -207,7 +208,7 @@ class KeyRing:
 
 
 def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Extract the key from raw headers with lower-case names: `Authorization: Bearer KEY`, else `x-api-key: KEY`.
+    """Return the key in raw headers with lower-case names: `Authorization: Bearer KEY`, or else `x-api-key: KEY`.
 
     Return None if neither is present.
     """
@@ -223,8 +224,10 @@ def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether a proxy forwarded a request, by its raw headers with lower-case names. A proxy that adds none of
-    `_PROXY_HEADERS` is not recognized."""
+    """Return whether a proxy has forwarded a request, by its raw headers with lower-case names.
+
+    A proxy that adds none of the usual headers, such as `x-forwarded-for` or `via`, is not recognized.
+    """
     return any(name in _PROXY_HEADERS for name, _ in headers)
 
 

@@ -1,9 +1,9 @@
 """Bound the bytes of long request bodies that are received and parsed concurrently, for each API key.
 
-Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
-announced length, or without one the maximum length, before the rest of the body is read. If the limit of its key is
-reached, the body waits in order of arrival. A body that is being received never waits, nor does a body wait for another
-key.
+Without a bound, two hundred connections that send half of 8 MiB and then stop occupy 800 MiB for a minute. Before the
+rest of a body is read, the body reserves its announced length, or the maximum length if none is announced. If the limit
+of its key is reached, the body waits, in order of arrival. Bodies of other keys, and bodies that are being received,
+are not delayed.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ class _KeyIntake:
 
 
 class BodyIntake:
-    """Limit on the bytes of the bodies that each API key has in transfer at the same time.
+    """Limit on the bytes of long bodies that each API key has in transfer at the same time.
 
-    `most` is the limit of one key in bytes. While a body that is longer than `most` is received, no other body of its
-    key is.
+    `most` is the limit of one key in bytes. A single body may be longer. While such a body is received, all other
+    bodies of its key wait.
     """
 
     def __init__(self, most: int) -> None:
@@ -54,13 +54,13 @@ class BodyIntake:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Ids of the API keys that have reserved bytes or wait for them."""
+        """Ids of the API keys with reserved bytes or waiting bodies."""
         return frozenset(self._lanes)
 
     async def take(self, key: str, size: int) -> None:
         """Wait until the limit of a key allows a body of `size` bytes, and reserve these bytes.
 
-        The wait has no time limit. `release` must follow, unless this call is cancelled.
+        The wait has no time limit. The caller must call `release` later, unless this call was cancelled.
         """
         lane = self._lanes.setdefault(key, _KeyIntake(self._most))
         if not lane.waiting and lane.fits(size):

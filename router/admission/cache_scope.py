@@ -1,8 +1,8 @@
-"""Scopes of cached prefixes: by default, a request reuses prefixes of its own API key, and configured system prompts.
+"""Decide which cached prefixes a request may reuse: those of its own API key, or by setting those of all keys.
 
-A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reuse by another
-key would reveal to that key, word by word, whether a prompt has been sent before. With `cache.share = "pool"`, all keys
-reuse all prefixes.
+A client can detect a cached prefix by `usage.cached_tokens`, by the time to the first token and by the chosen node.
+Reuse between keys would reveal to a key, word by word, whether another key has sent a prompt. By default, all keys
+share only configured system prompts. With `cache.share = "pool"`, all keys share all prefixes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,9 +45,10 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 
 
 class CacheScopes:
-    """Rule for the cache scope of each request. `prompts` are the texts of the shared system prompts.
+    """Rule that decides the cache scope of each request.
 
-    `share`: `key` limits cached prefixes to the key that sent them, `pool` shares them among all keys.
+    With the `share` `key`, only the key that sent a prefix may reuse it; with `pool`, all keys may. `prompts` are the
+    texts of system prompts that all keys share in either case.
     """
 
     def __init__(self, share: str = "key", prompts: Iterable[str] = ()) -> None:
@@ -56,11 +57,11 @@ class CacheScopes:
 
     @property
     def scope(self) -> str:
-        """Scope in the frame of a request (`Generate.cache_scope`); empty for the scope of the request's own key."""
+        """Scope for `Generate.cache_scope`: `SHARED_SCOPE`, or empty for the scope of the request's own key."""
         return SHARED_SCOPE if self._pool else ""
 
     def get_scope(self, key: str) -> str:
-        """Return the scope of the prefixes of a key (by its id): `SHARED_SCOPE` if all keys share them, else the id."""
+        """Return the scope of the prefixes of a key: `SHARED_SCOPE` if all keys share them, else the id of the key."""
         return SHARED_SCOPE if self._pool else key
 
     def has_shared_prompt(self, messages: Sequence[Message]) -> bool:
@@ -71,11 +72,10 @@ class CacheScopes:
 
 
 def open_scopes(settings: CacheSettings) -> CacheScopes:
-    """Return the rule of the settings, with the shared system prompts from their files.
+    """Return the rule for these settings. The shared system prompts are read from their files.
 
-    Each prompt is also shared without the newline at the end of its file.
-
-    Raise `SettingsError` for a file that is unreadable, empty, no UTF-8 text or longer than `MAX_PROMPT_BYTES`.
+    A prompt is shared with and without the newline at the end of its file. Raise `SettingsError` for a file that is
+    unreadable, empty, no UTF-8 text or longer than `MAX_PROMPT_BYTES`.
     """
     prompts: set[str] = set()
     for name in settings.shared_prompts:

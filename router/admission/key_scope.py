@@ -1,4 +1,4 @@
-"""Visible part of the cluster for an API key: its permitted models on the nodes that have its labels. Pure."""
+"""Reduce the view of the cluster to the nodes with the labels of an API key, and to its permitted models. Pure."""
 
 from dataclasses import replace
 
@@ -9,8 +9,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 
 
 def filter_view(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
-    """Return the view of the nodes that a key with these limits may use, each with only its permitted models and video
-    packages.
+    """Return a view of only the nodes, models and video packages that a key with these limits may use.
 
     Return `view` itself for a key without limits (None), or with neither model limits nor label limits.
     """

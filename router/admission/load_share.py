@@ -1,7 +1,7 @@
-"""Expected tokens of the open requests of each API key, to find greedy keys.
+"""Sum the expected tokens of the open requests of each API key, to find greedy keys.
 
-A key is greedy if its open requests have more than `FAIR_SHARE_FACTOR` times its share, by weight, of the tokens of all
-keys.
+A key is greedy if its open requests have more than `FAIR_SHARE_FACTOR` times its share of the tokens of all keys. The
+weight of the key divided by the sum of all weights is its share.
 """
 
 from wire.capacity.fairness import WeightedKey
@@ -9,17 +9,17 @@ from wire.capacity.fairness import WeightedKey
 FAIR_SHARE_FACTOR = 2
 """Multiple of its share of all requested tokens above which a key is greedy.
 
-A request of a greedy key is queued even if its node has room, if many prompt tokens are ahead of it on that node. At
-its deadline the request is refused if it would use the last half of the node's memory (`CrowdRules`). Both apply only
-while other keys have open requests. Of two keys with equal priority neither can exceed the factor, because each has a
-share of one half. A low-priority key next to a normal one exceeds the factor above two fifths of all tokens.
+A request of a greedy key is queued even if a node has room, if many prompt tokens wait on that node. At its deadline,
+the request is refused if it would use the last half of the node's memory (`CrowdRules`). Both rules apply only while
+other keys have open requests. Of two keys with equal priority, neither can be greedy, because each has a share of one
+half. A low-priority key next to a normal one is greedy above two fifths of all tokens.
 """
 
 _NOTHING = 0, 0
 
 
 class LoadShare:
-    """Tokens of all open requests by API key, to find keys that request far more than their weighted share."""
+    """Counter of the tokens of all open requests by API key, to find keys far above their weighted share."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[int, int]] = {}
@@ -27,7 +27,7 @@ class LoadShare:
         self._total = self._parts = 0
 
     def add(self, key: WeightedKey, tokens: int) -> None:
-        """Add a new request of a key with its expected tokens. Its weight replaces the earlier weight of the key."""
+        """Add the expected tokens of a new request of a key. `key.weight` becomes the weight of the key."""
         name, weight = key.name, key.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight

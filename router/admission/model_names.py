@@ -1,14 +1,15 @@
-"""Names that clients use for models: a model's own name, an alias, and either of them with `:PROFILE`. Pure.
+"""Resolve the names that clients use for models: a model's own name, an alias, or either with `:PROFILE`. Pure.
 
-A name is compared with these in turn:
+The first of these rules that finds a match decides:
 
 1. Aliases, then models, with exactly this name.
-2. Aliases, then models, without regard to case; models also without provider parts (`openai/`).
-3. Aliases without provider parts.
-4. The part before its last colon, by the same rules, with a profile. A model whose own name has a colon keeps its name.
+2. Aliases, then models, ignoring case. For models, also ignoring provider parts (`openai/`).
+3. Aliases, ignoring case and provider parts.
+4. Rules 1 to 3 for the part before the last colon; the part after it is the profile. A model whose own name has a colon
+   is found by its whole name.
 
-A key that may use an alias may use its candidates through it. A key that may not use the alias by its name may use
-those of its candidates that it may use by their own names.
+A key that may use an alias may use all its candidates through it. A key that may not use the alias by its name may use
+only those candidates that it may use by their own names.
 """
 
 import msgspec
@@ -25,26 +26,24 @@ from wire.report import Model
 
 
 class ModelTarget(msgspec.Struct, frozen=True, gc=False):
-    """Models that a client means with a name."""
+    """Models to which the name in a request resolves."""
 
     candidates: tuple[str, ...]
-    """Models in order, at least one; exactly one if the name is not an alias."""
+    """Models in order of preference, at least one; exactly one if the name is not an alias."""
     permitted: str
-    """Name to check against the model limits of the key. It is the alias if the key may use it by name; else the first
-    candidate in `candidates`."""
+    """Name to check against the model limits of the key: the alias if the key may use it by name, else the first of
+    `candidates`."""
     alias: str = ""
-    """Alias that the client named; empty without one."""
+    """Alias that the client named; empty if the name is no alias."""
     profile: str = ""
     """Profile that the client named; empty without one."""
     upstream: str = ""
-    """Name of the upstream at the end of the alias; empty without one.
-
-    It is empty also for a key that may not use the alias by its name.
-    """
+    """Name of the upstream at the end of the alias; empty without one. Also empty for a key that may not use the alias
+    by its name."""
 
 
 class ModelNames:
-    """Aliases and profiles of the settings, by which names of clients are resolved."""
+    """Resolver of model names, with the aliases and profiles of the settings."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self.aliases: dict[str, tuple[str, ...]] = {}
@@ -58,20 +57,20 @@ class ModelNames:
                 models.append(last)
             self.aliases[name] = tuple(models)
         self.has_upstreams = bool(self._upstreams)
-        """Whether some alias has an upstream."""
+        """Whether at least one alias has an upstream."""
         self._profiles = settings.profiles
         self._folded = {name.casefold(): name for name in self.aliases}
         self._folded_profiles = {name.casefold(): name for name in self._profiles}
 
     def is_plain(self, name: str, view: ClusterView) -> bool:
-        """Return whether a name is exactly the name of a model, and not of an alias. Runs for every request."""
+        """Return whether a name is exactly the name of a model in `view`, and not of an alias."""
         return name not in self.aliases and view.has_model(name)
 
     def may_mean_upstream(self, name: str, view: ClusterView) -> bool:
-        """Return whether a name may mean an alias with an upstream.
+        """Return whether a name may resolve to an alias with an upstream.
 
-        This is a fast check: if there are such aliases, the result is True for every name for which `is_plain` is
-        False.
+        This is a fast check without resolution. If such aliases exist, the result is True for every name that is not
+        `is_plain`.
         """
         return self.has_upstreams and not self.is_plain(name, view)
 
@@ -80,9 +79,9 @@ class ModelNames:
         return self._profiles[name]
 
     def find_alias(self, name: str, view: ClusterView) -> str | None:
-        """Return the alias that a name without profile means, by the rules 1 to 3 of this module.
+        """Return the alias to which a name without profile resolves, by the rules 1 to 3 of this module.
 
-        Return None if the name means a model of `view`, or nothing.
+        Return None if the name resolves to a model of `view`, or to nothing.
         """
         if name in self.aliases:
             return name
@@ -96,9 +95,10 @@ class ModelNames:
         return next((self._folded[tail] for tail in tails if tail in self._folded), None)
 
     def resolve(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused:
-        """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
+        """Resolve the name in a request. Return its target, or the refusal for an unknown profile or a forbidden alias.
 
-        An unknown name is returned unchanged, as the only candidate. `limits` are the limits of the client's key.
+        `limits` are the limits of the client's key. An unknown name becomes the only candidate, unchanged. Whether the
+        key may use a model is not checked here (`ModelTarget.permitted`).
         """
         target = self._resolve_base(name, view, limits)
         base, _, profile = name.rpartition(":")
@@ -130,7 +130,7 @@ class ModelNames:
         return Refused(RefusalCode.NO_MODEL, text)
 
     def list_visible(self, view: ClusterView, limits: KeyLimits | None) -> "VisibleModels":
-        """Return the models and aliases that a key with these limits may use; all of them without limits."""
+        """Return the models and aliases that a key with these limits may use; all of them if `limits` is None."""
         resolved = {alias: self._resolve_base(alias, view, limits or NO_LIMITS) for alias in self.aliases}
         targets = {alias: target for alias, target in resolved.items() if isinstance(target, ModelTarget)}
         nodes = filter_view(view, None if limits is None else replace(limits, models=()))
@@ -140,8 +140,8 @@ class ModelNames:
 class VisibleModels:
     """Models and aliases that a key may use.
 
-    `view` has the nodes that the key may use, with only its permitted models. `nodes` has the same nodes with all their
-    models, because an alias permits its candidates.
+    `names` resolves names. `view` has the nodes that the key may use, with only its permitted models. `nodes` has the
+    same nodes with all their models, because an alias permits its candidates. `targets` are the permitted aliases.
     """
 
     def __init__(
@@ -160,12 +160,12 @@ class VisibleModels:
         return sorted(self.aliases)
 
     def find_alias(self, name: str) -> str | None:
-        """Return the alias that a name means; None if the name means none that the key may use."""
+        """Return the alias to which a name resolves; None if it resolves to no alias that the key may use."""
         alias = self._names.find_alias(name, self.view)
         return alias if alias in self.aliases else None
 
     def find_alias_model(self, alias: str) -> Model | None:
-        """Return the first candidate of an alias that a node can serve; None if no node serves one.
+        """Return the first candidate of an alias that a node can serve; None if no candidate can be served.
 
         Raise `KeyError` for an alias that the key may not use.
         """
@@ -173,14 +173,14 @@ class VisibleModels:
         return next((served[model] for model in self.aliases[alias] if model in served), None)
 
     def is_loaded(self, model: str) -> bool:
-        """Return whether a node that the key may use has loaded a model, given by its own name.
+        """Return whether a node that the key may use has loaded the model with this own name.
 
-        The answer also counts for a model that the key may use only by an alias.
+        The model may be one that the key may use only through an alias.
         """
         return model in self._nodes.get_loaded_models()
 
     def find_model(self, name: str) -> Model | None:
-        """Return the model that a name means; None if no node can serve one.
+        """Return the model to which a name resolves; None if no node can serve it.
 
         For an alias, return the model of `find_alias_model` with the alias as its name.
         """

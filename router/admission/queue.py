@@ -1,16 +1,17 @@
 """Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
-Theory. A queued request has no node: a request is placed when it is tried, with current numbers. Between keys the queue
-is a deficit round robin over tokens: every key earns `QUANTUM_TOKENS` times its weight per round. A key with long
-prompts or with many requests gets no more than its share of work, and no key starves. Within a key the order is first
-in, first out, but a request that does not fit now does not block the requests behind it. After `MAX_OVERTAKES`
-overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (argument `keep` of `attempt`), because it
-would otherwise be overtaken without end.
+Theory. A queued request has no node: each attempt to place it uses current numbers. Between keys, the queue is a
+deficit round robin over tokens: every key earns `QUANTUM_TOKENS` times its weight per round. A key with long prompts or
+with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
+out, but a request that does not fit now does not block later requests. After `MAX_OVERTAKES` overtakes or
+`HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (argument `keep` of `attempt`). Otherwise smaller
+requests could overtake it without end.
 
-The queue is short on purpose: max(64, 4 × nodes) requests without a setting, a quarter of that per key but at least 16.
-A longer queue only turns a refusal now into a refusal after the deadline. A request whose answer has begun is always
-accepted. While no other key waits, a key may fill the queue except for one share. The recent pace must then serve all
-its requests in time. This rule reduces refusals by a third in simulated bursts of 30 requests by one key.
+The queue is short on purpose: max(64, 4 × nodes) requests without a setting, and per key a quarter of that, at least
+16. A longer queue would only turn an immediate refusal into a refusal after the deadline. A request whose answer has
+begun is always accepted. While no other key waits, a key may fill the queue except for one share. At the recent pace,
+all its requests must then leave in time. In simulated bursts of 30 requests by one key, this rule reduces refusals by a
+third.
 """
 
 import math
@@ -22,8 +23,8 @@ from typing import Generic, TypeVar
 from wire.refusals import RefusalCode, Refused
 
 QUANTUM_TOKENS = 256
-"""Tokens that a key of weight 1 earns per round. A key of normal priority has weight 4: it earns 1,024 tokens, which is
-a common request.
+"""Tokens that a key of weight 1 earns per round. A key of normal priority has weight 4 and earns 1,024 tokens, the size
+of a common request.
 """
 MAX_OVERTAKES = 8
 """Number of overtakes after which room is kept for a request."""
@@ -32,13 +33,14 @@ HOLD_HEADROOM_AFTER_SECONDS = 5.0
 MIN_QUEUE_LENGTH = 64
 """Minimum number of requests that the queue can hold."""
 ENTRIES_PER_NODE = 4
-"""Requests per node that the queue can hold, if their sum is more than `MIN_QUEUE_LENGTH`."""
+"""Number of requests that the queue can hold for each node, if that is more than `MIN_QUEUE_LENGTH` in total."""
 KEY_SHARE_DIVISOR = 4
-"""Divisor of the queue's maximum length for the share of one key."""
+"""Divisor of the queue's maximum length that results in the share of one key."""
 MIN_KEY_SHARE = 16
 """Minimum share of one key, in queued requests."""
 PACE_ROUNDS = 4
-"""Divisor of the moving average of the pace (seconds per placed request): a new pace has the weight 1/`PACE_ROUNDS`."""
+"""Length of the moving average of the pace, which is the seconds per placed request. A new value has the weight
+1/`PACE_ROUNDS`."""
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class QueuedRequest(Generic[T]):
     """Request in the queue, with its cost and deadline. `AdmissionQueue.offer` creates it."""
 
     item: T
-    """Object that the caller has passed to `offer`."""
+    """Object of the caller that represents the request."""
     key: str
     """Id of the API key."""
     cost: int
@@ -93,10 +95,9 @@ class _KeyQueue(Generic[T]):
 
 
 class AdmissionQueue(Generic[T]):
-    """Bounded queue of requests before placement, fair between API keys.
+    """Bounded queue of requests before placement, fair between API keys. The caller passes times and places requests.
 
-    `limit` is the maximum length of the queue; 0: by the number of nodes. The caller places the requests:
-    `place_waiting` calls a function of the caller for each queued request.
+    `limit` is the maximum length of the queue; 0: the length follows from the number of nodes (`compute_limit`).
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -122,11 +123,11 @@ class AdmissionQueue(Generic[T]):
         return len(self._lanes[key].entries) if key in self._lanes else 0
 
     def compute_limit(self, nodes: int) -> int:
-        """Return the maximum length of the queue for this number of nodes; the configured length if there is one."""
+        """Return the maximum length of the queue for this number of nodes; the configured length if one is set."""
         return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def compute_share(self, nodes: int) -> int:
-        """Return the maximum number of queued requests of one key in a cluster of this many nodes."""
+        """Return the share of one key: its maximum number of queued requests in a cluster with this number of nodes."""
         return max(MIN_KEY_SHARE, self.compute_limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
@@ -144,12 +145,13 @@ class AdmissionQueue(Generic[T]):
     ) -> QueuedRequest[T] | Refused:
         """Enqueue a request (`item`) of an API key. Return the queued request, or the refusal.
 
-        Refuse a key that already has its share (429), and any request to a full queue (503). `cost` is in tokens, `now`
-        and `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight` is
-        the key's weight against the other queued keys. `share` is the key's maximum number of queued requests. Without
-        `share`, the maximum is `compute_share`. A key may exceed that while no other key waits, places for another key
-        stay free, and the recent pace meets the deadline. A `begun` request was on a node before: no limit applies to
-        it.
+        Refuse a request above the share of its key (429), and any request to a full queue (503). `cost` is in tokens,
+        `now` and `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow.
+        `weight` is the weight of the key in the round robin.
+
+        `share` is the key's maximum number of queued requests, without exceptions; None: `compute_share`. A key may
+        exceed `compute_share` while no other key waits, the places of one share stay free, and the recent pace meets
+        the deadline. Requests with `begun`, which were on a node before, have no limit.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)
@@ -204,7 +206,7 @@ class AdmissionQueue(Generic[T]):
             self._left_at = now
 
     def remove(self, entry: QueuedRequest[T]) -> bool:
-        """Remove a request. Return False if the request is not queued."""
+        """Remove a request from the queue. Return False if it is not queued."""
         lane = self._lanes.get(entry.key)
         if lane is None or entry not in lane.entries:
             return False
@@ -227,11 +229,12 @@ class AdmissionQueue(Generic[T]):
         return [entry.item for entry in late]
 
     def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
-        """Try every queued request once in fair order, and remove those that were placed. Return their number.
+        """Try to place every queued request once in fair order. Remove placed requests, and return their number.
 
-        `attempt(item, keep)` returns whether it placed the request. With `keep`, it should keep room on a node for a
-        request that does not fit yet. Only the first request of a key can have `keep`. Each older request that was
-        tried before a placed one counts an overtake. `now` is in monotonic seconds.
+        `attempt(item, keep)` tries to place a request and returns whether it succeeded. With `keep`, it should keep
+        room on a node for a request that does not fit yet. Only the first request of a key can have `keep`. For each
+        placed request, all older requests that were tried before without success count an overtake. `now` is in
+        monotonic seconds.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[QueuedRequest[T]] = []
@@ -260,7 +263,7 @@ class AdmissionQueue(Generic[T]):
         return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_HEADROOM_AFTER_SECONDS
 
     def count_overtake(self) -> None:
-        """Count an overtake for every queued request, because another request was placed without queueing."""
+        """Count an overtake for every queued request, because another request was placed without being queued."""
         if self._count:
             for entry in self.list_entries():
                 entry.count_overtake()

@@ -1,14 +1,14 @@
-"""Limits of each API key: models, nodes, requests and tokens per minute, concurrent requests. Pure.
+"""Enforce the limits of each API key: models, requests and tokens per minute, and concurrent requests. Pure.
 
 Every key, with or without limits, has bounds on its open requests, prompt tokens and prompt bytes
-(`router.max_*_per_key`). They are far above the needs of a household and keep one key from filling the coordinator's
-memory.
+(`router.max_*_per_key`). They are far above the needs of a household, and prevent one key from filling the
+coordinator's memory.
 
-Theory. Requests and tokens per minute are token buckets: after a minute without requests, the amount of a whole minute
-may be used in one burst. A request is charged an estimate on arrival: its prompt, and at most `DEFAULT_ANSWER_TOKENS`
-per answer. At its end the difference to the tokens used is refunded or charged. Answers that are longer than estimated
+Theory. Requests and tokens per minute are token buckets. After a minute without requests, a key may use the amount of a
+whole minute in one burst. On arrival, a request is charged an estimate: its prompt, and at most `DEFAULT_ANSWER_TOKENS`
+per answer. At its end, the difference to the tokens used is refunded or charged. Answers that are longer than estimated
 leave a debt, and the key waits until the debt is paid. Over time, a key therefore cannot exceed its rate. Open requests
-can exceed it for a while, by the tokens of their answers (docs/decisions/0063). A request larger than a whole minute's
+can exceed it temporarily, by the tokens of their answers (docs/decisions/0063). A request of more than a whole minute's
 tokens is admitted when the bucket is full, and leaves a debt.
 """
 
@@ -28,7 +28,7 @@ from wire.units import show_count, show_size
 
 MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
-"""Assumed tokens of an answer for which the client sets no limit or a higher one."""
+"""Assumed tokens of an answer for which the client sets no limit, or a higher limit."""
 BYTES_PER_TOKEN = 4
 """Assumed bytes of text per prompt token, until a node has counted the prompt."""
 VIDEO_RETRY_SECONDS = 30.0
@@ -41,31 +41,31 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of an API key. None: the key has no such limit of its own, and only the bounds for every key apply."""
+    """Limits of an API key. None means no limit of the key's own: only the bounds for every key apply."""
 
     models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     """Names or patterns of models (`qwen*`); empty allows all."""
     labels: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
-    """Labels that a node must have, all of them, to serve the key."""
+    """Labels that a node must have to serve the key, each of them; empty allows all nodes."""
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None
     concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    """Maximum open requests, and maximum open videos; the two are counted apart."""
+    """Maximum open requests, and maximum open videos, which are counted separately."""
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
     """Maximum queued requests, and maximum queued videos; a key may always queue one video."""
     priority: Literal["low", "normal", "high"] = "normal"
     upstreams: bool | None = None
-    """Whether prompts of the key may go to upstreams; None for the default of the pool (`may_use_upstreams`)."""
+    """Whether prompts of the key may be sent to upstreams; None for the default of the pool (`may_use_upstreams`)."""
 
     def allows(self, model: str) -> bool:
         """Return whether the key may use a model of this name."""
         return not self.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
     def may_use_upstreams(self, default: bool) -> bool:
-        """Return whether prompts of the key may go to upstreams.
+        """Return whether prompts of the key may be sent to upstreams.
 
-        If `upstreams` is None, `default` applies to a key without model and label limits. A key with such limits may
-        not use upstreams then.
+        If `upstreams` is None, `default` decides for a key without model and label limits. A key with such limits may
+        then not use upstreams.
         """
         return default and not (self.models or self.labels) if self.upstreams is None else self.upstreams
 
@@ -84,7 +84,7 @@ NO_LIMITS = KeyLimits()
 
 
 class RateState(NamedTuple):
-    """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
+    """State of one rate limit of a key, as sent in the `x-ratelimit-*` headers."""
 
     unit: str
     """Unit of the other fields: `requests` or `tokens`."""
@@ -93,7 +93,7 @@ class RateState(NamedTuple):
     remaining: int
     """Requests or tokens available now."""
     reset: float
-    """Seconds from now until the whole amount is available."""
+    """Seconds from now until the whole `limit` is available."""
 
 
 @dataclass(slots=True)
@@ -155,10 +155,11 @@ class _KeyMeter:
 
 
 class RateLimits:
-    """Meters of the requests and tokens of all API keys, with which requests are admitted.
+    """Meters of the requests and tokens of all API keys, which decide whether requests are admitted.
 
-    `limits_of` returns a key's limits by its id; None for a key without limits. Limits may change while the key has
-    open requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
+    `limits_of(id)` returns the limits of a key; None for a key without limits. Limits may change while the key has open
+    requests. `settings` has the bounds that apply to every key; None for the defaults. All times are in monotonic
+    seconds.
     """
 
     def __init__(
@@ -175,11 +176,11 @@ class RateLimits:
         return self._limits_of(key) or NO_LIMITS
 
     def admit(self, key: str, demand: ResourceDemand, now: float, limits: KeyLimits | None = None) -> int | Refused:
-        """Admit a request and return its charge in tokens, or return the refusal.
+        """Admit a request and return the tokens that it is charged; or return the refusal.
 
-        `limits` are the limits of the key (`get_limits`), if the caller has them. A refusal names the exceeded limit
-        and the wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens. After an
-        admission `record_end` must follow.
+        `limits` are the limits of the key, if the caller has them; None: look them up. A refusal names the exceeded
+        limit and the wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens.
+        After an admission, the caller must call `record_end`.
         """
         limits = limits or self.get_limits(key)
         if limits.models and not limits.allows(demand.model):
@@ -197,9 +198,9 @@ class RateLimits:
         return charge
 
     def refuse_prompts(self, key: str, count: int) -> Refused | None:
-        """Return the refusal of a body with `count` prompts if the limits of the key can never admit all of them.
+        """Return the refusal of a body with `count` prompts that the limits of the key can never admit together.
 
-        Return None if they can. Each prompt is a request.
+        Return None if the limits can admit them. Each prompt counts as a request.
         """
         limits = self.get_limits(key)
         for most, unit in (
@@ -212,11 +213,11 @@ class RateLimits:
         return None
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
-        """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
+        """Admit a new video and return None; or return the refusal.
 
-        Charge an admitted video to the rate of requests as one request, and return None. Return the refusal for an
-        exceeded limit or a model that the key may not use. Videos use no tokens and end hours later. They are therefore
-        not counted as open requests, and have no `record_end`.
+        The key has `open_videos` videos, of which `queued` are in the queue. An admitted video is charged to the rate
+        of requests as one request. A refusal names an exceeded limit, or a model that the key may not use. Videos use
+        no tokens and end hours later. They therefore do not count as open requests, and need no `record_end`.
         """
         limits = self.get_limits(key)
         if not limits.allows(model):
@@ -265,7 +266,7 @@ class RateLimits:
         return ""
 
     def list_rates(self, key: str, now: float) -> tuple[RateState, ...]:
-        """Return the state of a key's rates per minute; empty for a key without any."""
+        """Return the state of a key's limits per minute at `now`; empty for a key without such limits."""
         meter = self._fill_meter(key, self.get_limits(key), now)
         return tuple(
             RateState(unit, bucket.rate, max(0, math.floor(bucket.level)), bucket.compute_wait(bucket.rate))
@@ -276,8 +277,8 @@ class RateLimits:
     def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
         """Record the end of an admitted request, and refund or charge the difference of its tokens.
 
-        `demand` has the prompt tokens and bytes of the call of `admit`. `charged` is the result of that call, `used`
-        the number of tokens that the request used.
+        `demand` must have the same prompt tokens and bytes as in the call of `admit`. `charged` is the result of that
+        call, `used` the number of tokens that the request has used.
         """
         meter = self._meters[key]
         meter.remove(demand)
@@ -316,9 +317,9 @@ def refuse_model(model: str, limits: KeyLimits) -> Refused:
 
 
 def estimate_probable_tokens(demand: ResourceDemand) -> int:
-    """Return the expected tokens of a request: its prompt, and at most `DEFAULT_ANSWER_TOKENS` for each choice.
+    """Return the expected tokens of a request: its prompt, and for each choice its limit or `DEFAULT_ANSWER_TOKENS`.
 
-    A higher limit of the request is not used, because few answers reach their limit.
+    The lower of both counts, because few answers reach a high limit.
     """
     most = demand.max_tokens or DEFAULT_ANSWER_TOKENS
     answer = most if most < DEFAULT_ANSWER_TOKENS else DEFAULT_ANSWER_TOKENS

@@ -1,10 +1,10 @@
-"""Limits of one request body, the same for every dialect."""
+"""Limits of one request body, which are equal in all dialects."""
 
 MAX_VALUES = 64 * 1024
-"""Maximum values of one body, counted by its commas and brackets: 16,384 messages of two fields fit.
+"""Maximum values of one body, counted by its commas and brackets. 16,384 messages of two fields are within the limit.
 
-This bounds the memory of a parsed body to 16 MiB and the time in its thread to 100 ms. The costliest value, a part of a
-message, takes 250 bytes for each comma.
+This bounds the memory of a parsed body to 16 MiB, and its time in the worker thread to 100 ms. The most expensive
+value, a part of a message, takes 250 bytes for each comma.
 """
 MAX_TEXTS = 2 * MAX_VALUES
 """Maximum strings of one body: a key and a value for each comma."""
@@ -13,7 +13,7 @@ MAX_PROMPT_IDS = 512 * 1024
 MAX_TEXT_BYTES = 8 * 1024 * 1024
 """Maximum memory of a body as Python text.
 
-One character beyond U+FFFF in 8 MiB of ASCII makes each character take 4 bytes, and the text exists twice during
+One character beyond U+FFFF in 8 MiB of ASCII makes every character take 4 bytes, and the text exists twice during
 parsing.
 """
 MAX_KEYS = 2048
@@ -27,7 +27,7 @@ MAX_STOPS = 16
 MAX_PARTS = 4096
 """Maximum content parts of one message."""
 MAX_PROMPTS = 64
-"""Maximum prompts of one completion: each is a separate request to the cluster."""
+"""Maximum prompts of one completion. Each prompt is a separate request to the cluster."""
 MAX_INPUTS = 2048
 """Maximum texts of one request for embeddings or scores: OpenAI's limit."""
 MAX_QUERY_CHARS = 16 * 1024
@@ -44,15 +44,15 @@ MAX_TOP_K = 2**31 - 1
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 512
-"""Maximum tools of one body. Claude Code sends all tools of all its MCP servers, also those that it loads later."""
+"""Maximum tools of one body. Claude Code sends all tools of all its MCP servers, even those that it loads later."""
 MAX_CALLS = 128
 """Maximum tool calls in one message of the conversation."""
 MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or a grammar for an answer."""
 MAX_SCHEMA_CHOICES = 1024
 MAX_TOOLS_BYTES = 256 * 1024
-"""Maximum bytes of the tools of a body as JSON. Also of arguments of a call that are an object, and of a foreign item,
-except in Anthropic's bodies."""
+"""Maximum bytes of the tools of a body as JSON. Except in Anthropic's bodies, the limit also applies to arguments of a
+call that are an object, and to a foreign item."""
 MAX_VARIABLES_BYTES = 16 * 1024
 """Maximum bytes of the variables of a chat template as JSON."""
 MAX_JSON_DEPTH = 64

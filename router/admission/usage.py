@@ -1,4 +1,4 @@
-"""Usage by API key and model: tokens and requests, counted as requests end, drained into the database."""
+"""Count requests and tokens by API key and model. The coordinator moves the counts to the database."""
 
 from collections.abc import Mapping
 
@@ -25,8 +25,10 @@ class UsageTotals(msgspec.Struct, gc=False):
         self.completion_tokens += other.completion_tokens
 
     def count(self, prompt: int, cached: int, completion: int, *, failed: bool) -> None:
-        """Add one request with its prompt tokens, cached tokens and generated tokens (`completion`). `failed`: it has
-        no complete answer."""
+        """Add one ended request with its prompt tokens, cached tokens and generated tokens (`completion`).
+
+        `failed` is whether the request ended without a complete answer.
+        """
         self.requests += 1
         self.failed += failed
         self.prompt_tokens += prompt
@@ -41,13 +43,13 @@ class UsageCounter:
         self._used: dict[tuple[str, str], UsageTotals] = {}
 
     def get_totals(self, key: str, model: str) -> UsageTotals:
-        """Return the totals of a key and model, to which the caller adds; zeros for a new pair."""
+        """Return the mutable totals of a key and model, to which the caller adds; new totals of 0 for a new pair."""
         totals = self._used.get((key, model))
         if totals is None:
             totals = self._used[key, model] = UsageTotals()
         return totals
 
     def drain(self) -> Mapping[tuple[str, str], UsageTotals]:
-        """Return all totals by (key, model), and start from zero."""
+        """Return all totals by pair of key and model, and start from 0 again."""
         used, self._used = self._used, {}
         return used
