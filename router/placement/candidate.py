@@ -1,4 +1,4 @@
-"""Values of a placement: demand of a request, arithmetic of one node, and result over all nodes."""
+"""Data classes of placement: demand of a request, arithmetic of one node, and result over all nodes."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -23,8 +23,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     prompt_bytes: int = 0
     """Bytes of the prompt as text; 0 for a prompt of token ids. For embeddings and scores see `other_bytes`."""
     prompt_tokens: int | None = None
-    """Exact prompt tokens: the number of token ids, or the count of a node; None before, and for embeddings and scores.
-    """
+    """Exact number of prompt tokens; None until a node has counted them, and for embeddings and scores."""
     max_tokens: int | None = None
     """Maximum output tokens of each choice; None if the request sets no limit."""
     choices: int = 1
@@ -46,8 +45,10 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
     def estimate_prompt_tokens(self, model: Model) -> int:
-        """Return the prompt tokens on a model. Without an exact number, estimate them from the bytes of the prompt, at
-        most the context."""
+        """Return the number of prompt tokens with a model.
+
+        Without an exact number, estimate it from the bytes of the prompt, at most the context of the model.
+        """
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
@@ -59,11 +60,10 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
         return self.prompt_bytes + self.other_bytes
 
     def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:
-        """Return the output tokens to reserve for each choice.
+        """Return the output tokens to reserve for each choice: the model's usual output, or `max_tokens` if less.
 
-        That is the model's usual output, or `max_tokens` if that is less. If the context length is known, it is at most
-        the context left after `prompt_tokens`, but at least 1. For a resumed answer, the usual output counts as at
-        least `KV_GROWTH_TOKENS` more than the known tokens.
+        If the context length is known, the result is at most the context left after `prompt_tokens`, but at least 1.
+        For a resumed answer, the usual output counts as at least `KV_GROWTH_TOKENS` more than the known tokens.
         """
         usual, most, context = model.expected_output, self.max_tokens, model.context
         if self.known_tokens:
@@ -85,13 +85,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     state: str
     """State of the node, as in `NodeView.state`."""
     why: str = ""
-    """Reason why the node is infeasible; empty when it is feasible."""
+    """Reason why the node is infeasible; empty if it is feasible."""
     code: RefusalCode | None = None
     """Refusal code of `why`; None if the node is feasible."""
     need: int = 0
     """Estimated bytes that the request adds to the node's memory, with the weights that the node must load for it."""
     headroom: int | None = None
-    """Bytes of headroom minus `withheld`; None if the memory cannot be read; `need` if `Memory.guard` is False."""
+    """Bytes of headroom minus `withheld`; None if the memory cannot be read. If `Memory.guard` is False, `need`."""
     withheld: int = 0
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
@@ -108,7 +108,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     model: Model | None = None
     """Requested model on this node; None if the node does not have it or is excluded by id or label."""
     weights: int = 0
-    """Bytes of `need` for weights that the node must load; 0 if its report counts them already."""
+    """Part of `need` for weights that the node must load, in bytes; 0 if its report counts them already."""
     cached_share: float = 0.0
     """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
     tokens_ahead: int = 0
@@ -116,14 +116,15 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     prefill_tokens: int = 0
     """Tokens that the node must prefill for this request.
 
-    Counts tokens of the prompt or the texts that are probably not cached, and the known tokens of a resumed answer.
+    They are the tokens of the prompt or the texts that are probably not cached, and the known tokens of a resumed
+    answer.
     """
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
     delay: float = 0.0
-    """Sum of the seconds by which this request delays the prompts of other requests on the node, plus weighted stalls.
+    """Sum of the seconds by which this request delays the prompts of other requests on the node.
 
-    The stalls are those of running rows, with the weight `weights.ROW_WEIGHT`.
+    The seconds for which running rows stall are added with the weight `weights.ROW_WEIGHT`.
     """
 
     @property
@@ -142,10 +143,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return compute_most_bytes(self.memory)
 
     def build_memory_numbers(self) -> MemoryNumbers:
-        """Return the memory arithmetic of the candidate in bytes, as in `error.memory` of an answer.
+        """Return the memory arithmetic of the candidate in bytes, for `error.memory` of an HTTP body.
 
-        Reservations that the report does not contain count as reserved. Without a footprint, memory in use and
-        predicted memory are None.
+        `withheld` counts as reserved. Without a footprint, memory in use and predicted memory are None.
         """
         memory = self.memory
         now = compute_occupied(memory)
@@ -165,23 +165,27 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """Chosen node for a request, with the arithmetic of every examined node."""
+    """Result of a placement with a node: the chosen node, and the arithmetic of every node."""
 
     chosen: Candidate
+    """Node that gets the request."""
     candidates: tuple[Candidate, ...]
+    """All nodes of the view, with the reasons of infeasible ones."""
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """Result without a node: the refusal, with the arithmetic of every examined node."""
+    """Result of a placement without a node: the refusal, and the arithmetic of every node."""
 
     refused: Refused
+    """Refusal for the client, if no later attempt succeeds."""
     candidates: tuple[Candidate, ...]
+    """All nodes of the view, with the reasons of infeasible ones."""
     candidate: Candidate | None = None
-    """Node that gets the request all the same, without a reservation, because only that node can tell whether it fits;
-    None if there is none.
+    """Node to which the router may send the request nevertheless, without a reservation; None without such a node.
 
-    There are two cases. By the estimate no member could ever hold the request, and this node can count it exactly. Or
-    the model is loaded nowhere, and this node may unload idle models for it.
+    Only this node can decide whether the request fits. In one case, no member could ever hold the request by the
+    estimate, and this node counts it exactly. In the other case, the model is loaded nowhere, and this node may unload
+    idle models for it.
     """
 
 
@@ -189,18 +193,18 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     """Earlier attempts of a request, which exclude nodes from the next attempt."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
-    """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic seconds."""
+    """Nodes that refused the request, with the arrival time (monotonic seconds) of their newest report at that time."""
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
     """Nodes that refused the request permanently, with their refusals."""
     lost: Collection[NodeId] = ()
-    """Nodes that were lost or stopped while they had the request, until they are ready again."""
+    """Nodes that were lost or stopped while they had the request, and are not ready again."""
     waiting: int = -1
     """Arrival number of the queued request (`ActiveRequest.number`), whose own hold does not count against it; -1 for
     none."""
     version: ModelVersion | None = None
-    """Only version of the model that may take the request; None allows any.
+    """Only version of the model that may serve the request; None allows any.
 
-    It is the version that began the answer, or the served one of a name with several versions.
+    This is the version that began the answer or, for a name with several versions, the version that is served.
     """
 
 
@@ -209,19 +213,18 @@ FIRST = AttemptHistory()
 
 
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
-    """Maximum headroom, in bytes, of a node that refused a request for which the router's view showed room.
-
-    `reported_at` is the arrival, in monotonic seconds, of the corrected report. The next report ends the correction.
-    """
+    """Limit for the headroom of a node that has refused a request for which the router's view showed room."""
 
     reported_at: float
+    """Arrival time of the corrected report in monotonic seconds. The next report ends the correction."""
     headroom: int
+    """Maximum headroom of the node in bytes."""
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
-    """Return one row for each candidate with its arithmetic, for `cluster place` and `cluster explain`.
+    """Return one dictionary for each candidate with its arithmetic, for `cluster place` and `cluster explain`.
 
-    `chosen` is the chosen node; None without one. Sizes are in bytes, times in seconds.
+    `chosen` is the id of the chosen node; None without one. Sizes are in bytes, times in seconds.
     """
     return [_to_row(candidate, candidate.node == chosen) for candidate in candidates]
 

@@ -1,4 +1,4 @@
-"""Immutable view of the cluster for placement. A report or a changed member leads to a new view.
+"""Immutable view of the cluster for placement. Each report and each change of a member creates a new view.
 
 `sanitize_report.build_node_view` builds the view of a node from its report.
 """
@@ -29,11 +29,14 @@ from wire.video import VideoState
 MAX_REPORT_AGE_SECONDS = 3.0
 """Maximum age, in seconds, of a node's newest report for placement: three heartbeats of an idle node."""
 MAX_NAME_PREFIXES = 3
-"""Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
+"""Maximum number of provider parts that are removed from a model's name. `openrouter/qwen/MODEL` has two."""
 
 
 class ServedModel:
-    """Model of a node, with the values of a placement that depend on the node's report only."""
+    """Model of a node, with the values for placement that depend only on the node's report.
+
+    `is_loading` is `NodeView.is_loading` of the model.
+    """
 
     __slots__ = ("kind", "load_seconds", "model", "needs", "weights")
 
@@ -42,7 +45,7 @@ class ServedModel:
         self.kind = get_kind(model.features)
         self.needs = ModelNeeds(model)
         self.weights = 0 if model.loaded or is_loading else model.weights
-        """Bytes of the weights that a request makes the node load; 0 if the report counts them already."""
+        """Bytes of weights that the node must load for a request; 0 if the report counts them already."""
         self.load_seconds = _estimate_load_seconds(model)
         """Expected seconds until the model is loaded; 0 for a loaded model."""
 
@@ -58,13 +61,13 @@ def _estimate_load_seconds(model: Model) -> float:
 class NodeView:
     """State of one listed node for placement: its membership, and its newest report without impossible values.
 
-    `build_node_view` builds it. Fields with the name of a field of `wire.frames.Report` have its meaning.
+    `wire.frames.Report` describes the fields that have the name of a report's field.
     """
 
     id: NodeId
     name: str
     state: str
-    """A `NodeState`, or `router.dispatch.parts.placer.FAILING` while requests must not use the node's engine, because
+    """A `NodeState`. Or `router.dispatch.parts.placer.FAILING` while requests must not use the node's engine, because
     its circuit breaker is open or a probe runs."""
     cordoned: bool = False
     """Whether an administrator excludes the node from new requests."""
@@ -90,7 +93,7 @@ class NodeView:
     """Events that the state machines of the agent refused since its start."""
     disk: Disk = field(default_factory=Disk)
     frames: frozenset[int] = frozenset()
-    """Tags of the frames that the node knows, by its Hello; empty for a node of version 0.1.0."""
+    """Tags of the frames that the node knows (`Hello.frames`); empty for a node of version 0.1.0."""
     awaited: bool = False
     """Whether the first report with models is expected soon, because the coordinator has just started."""
     _served: dict[str, ServedModel] = field(
@@ -98,8 +101,7 @@ class NodeView:
     )
 
     def get_served_model(self, name: str) -> ServedModel | None:
-        """Return a model with its values for placement, computed at the first call; None if the node has no model of
-        this name."""
+        """Return the model of this name with its values for placement, which are cached; None for an unknown name."""
         served = self._served.get(name)
         if served is None:
             model = self.models.get(name)
@@ -116,7 +118,7 @@ class NodeView:
 
     @cached_property
     def takes_requests(self) -> bool:
-        """Whether the node takes new requests by its state and its report. The age of the report is not checked."""
+        """Whether the node accepts new requests, by its state and its report. The age of the report is not checked."""
         state, engine = self.state, self.engine.state
         return state == NodeState.READY and not self.cordoned and not self.draining and engine == "ready"
 
@@ -128,22 +130,22 @@ class NodeView:
     def is_loading(self, model: Model) -> bool:
         """Return whether the node is loading `model` and its report already counts the weights.
 
-        Return False if several models are loading: loads run one at a time, and the report does not show which has
-        begun.
+        Return False if several models are loading, because loads run one at a time and the report does not show which
+        load runs.
         """
         return model.loading and not any(other.loading and other.name != model.name for other in self.models.values())
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Versions that members have under one model name."""
+    """Versions of a model that members have under one name."""
 
     version: ModelVersion = UNKNOWN_VERSION
     """Version that serves new requests; `UNKNOWN_VERSION` if no member can load the model."""
     holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
     """Number of members that can load each version.
 
-    A member that has not hashed its files counts for the most frequent hashed version with the same fingerprint.
+    A member that has not hashed its files is counted for the most frequent hashed version with the same fingerprint.
     """
 
     @cached_property
@@ -156,8 +158,8 @@ class ModelIdentity:
 class ClusterView:
     """Immutable view of all listed nodes.
 
-    Sleeping and lost nodes are included, because they count for "could ever fit". A node that has left is included
-    until it is deleted.
+    Sleeping and lost nodes are included, because a request that only they could hold is not refused for good. A node
+    that has left is included until it is deleted.
     """
 
     nodes: tuple[NodeView, ...] = ()
@@ -166,14 +168,11 @@ class ClusterView:
     )
 
     def identify(self, name: str) -> ModelIdentity:
-        """Return the version that serves a name, and the number of members of each version.
+        """Return the version that serves a name, and the number of members with each version.
 
-        Of several versions, the one held by most members is served; a tie goes to the lexicographically smallest. A
-        version that some member can serve now comes before a version that no member can serve. A version without a
-        fingerprint comes last.
-
-        Sleeping members count; members that have left or cannot load the model do not
-        (docs/decisions/0020-one-name-one-model.md).
+        Of several versions, those that a member can serve now have priority, then those with a fingerprint. Of these,
+        the version on most members is served; on a tie, the lexicographically smallest. Sleeping members count; members
+        that have left or cannot load the model do not (docs/decisions/0020-one-name-one-model.md).
         """
         identity = self._identities.get(name)
         if identity is None:
@@ -181,16 +180,16 @@ class ClusterView:
         return identity
 
     def has_model(self, name: str) -> bool:
-        """Return whether some listed node knows a model of exactly this name, even if it cannot load it."""
+        """Return whether a listed node has a model of exactly this name, even a model that it cannot load."""
         for node in self.nodes:  # noqa: SIM110  runs for every request, and a generator takes twice the time
             if name in node.models:
                 return True
         return False
 
     def resolve_name(self, name: str) -> str:
-        """Return the name of the model that a client means.
+        """Return the model's own name for the name in a request.
 
-        An exact match comes first, then a match without regard to case, then a match without provider parts
+        An exact match has priority, then a match that ignores case, then a match that also ignores provider parts
         (`openai/`). An unknown name is returned unchanged.
         """
         if self.has_model(name):
@@ -202,21 +201,25 @@ class ClusterView:
 
     @property
     def conflicts(self) -> list[str]:
-        """Names of `get_served_models` with a conflict (`ModelIdentity.has_conflict`), sorted."""
+        """Names of all served models with different versions on different members, sorted."""
         return sorted(name for name in self.get_served_models() if self.identify(name).has_conflict)
 
     def get_models(self) -> dict[str, Model]:
-        """Return every model that some listed node knows, by name. Of several versions the served one is returned."""
+        """Return all models of the listed nodes by name. Of several versions, the served one is preferred."""
         return self._select_models(lambda _: True)
 
     def get_served_models(self) -> dict[str, Model]:
-        """Return every model that some listed node has loaded or can load, by name. Of several versions the served one
-        is returned."""
+        """Return the models that a listed node has loaded or can load, by name.
+
+        Of several versions, the served one is preferred.
+        """
         return self._select_models(lambda model: not model.cause)
 
     def get_loaded_models(self) -> dict[str, Model]:
-        """Return every model that some listed node has loaded, by name. Of several versions the served one is
-        preferred."""
+        """Return the models that a listed node has loaded, by name.
+
+        Of several versions, the served one is preferred.
+        """
         return self._select_models(lambda model: model.loaded)
 
     def _select_models(self, is_selected: Callable[[Model], bool]) -> dict[str, Model]:
@@ -228,7 +231,7 @@ class ClusterView:
         return models
 
     def find_node(self, node_id: NodeId) -> NodeView | None:
-        """Return the view of one node; None if the node is not listed."""
+        """Return the view of the node with this id; None if the node is not listed."""
         return next((node for node in self.nodes if node.id == node_id), None)
 
 
@@ -270,5 +273,5 @@ def _can_serve(node: NodeView) -> bool:
 
 
 def replace_state(node: NodeView, state: str) -> NodeView:
-    """Return a copy of a node's view with another state, which only placement sees."""
+    """Return a copy of a node's view with another state."""
     return dataclasses.replace(node, state=state)

@@ -1,11 +1,10 @@
-"""Cost model of placement: the expected times of a request on a node, and the delay that it adds there.
+"""Cost model of placement: the expected times of a request on a node, and the delay that it causes there.
 
-The time of a node is the expected time to the first token of the request, plus two costs. The first cost is the wait
-that the request adds to the prompts queued behind it. The second, with less weight, is the duration of the answer next
-to the running rows, and the time for which those rows stall. Prompts on a node alternate between the shortest and the
-oldest, and prefill is slower while rows decode. A short prompt therefore does not wait for all of a long one. Its time
-is less than the sum of all prompts in front of it. When all decode rows are taken, enough requests have to end first,
-and they end one at a time.
+The time of a node is the expected time to the first token of the request, plus two costs. The first cost is the delay
+of other queued prompts by the request. The second, with less weight, is the duration of the answer next to the running
+rows, and the time for which those rows stall. Prefills on a node alternate between the shortest and the oldest prompt,
+and are slower while rows decode. A short prompt therefore does not wait for all of a long one, and its time is less
+than the sum of all prompts ahead. If all decode rows are taken, enough requests have to end first, one at a time.
 
 For a model that is not loaded, the load time is added to the time to the first token.
 """
@@ -16,7 +15,7 @@ from router.placement.weights import PREFILL_SLOWDOWN_WHILE_DECODING, ROW_WEIGHT
 from wire.report import ROW_COST, EngineState
 
 _NOISE_SECONDS = TTFT_STEP_SECONDS / 2
-"""Prefill time in front of a request that is below the noise of the measured speed."""
+"""Prefill time ahead of a request, in seconds, that is below the noise of the measured speed."""
 
 
 def estimate_times(
@@ -28,11 +27,11 @@ def estimate_times(
     output_tokens: int,
     choices: int,
 ) -> tuple[float, float, float]:
-    """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
+    """Return three expected times in seconds: to the first token, from the first to the last token, and the delay.
 
-    The delay is `Candidate.delay`. The node must prefill `prefill_tokens` for the request, and generate `output_tokens`
-    for each of its `choices`. `engine` is the state of the node's engine, and `account` has the requests of this router
-    on the node. `tokens_ahead` is the number of queued tokens in front of the request.
+    The delay is `Candidate.delay`. `engine` is the state of the node's engine, and `account` has the requests of this
+    router on the node. `tokens_ahead` is the number of tokens of other requests that the node must still prefill. The
+    node must prefill `prefill_tokens` for this request, and generate `output_tokens` for each of its `choices`.
     """
     model, running, taken_rows = served.model, engine.running, account.rows
     speed = model.prefill_speed
@@ -52,12 +51,11 @@ def estimate_times(
 def estimate_prefill_wait(
     account: NodeReservations, tokens_ahead: int, prefill_tokens: int, speed: float
 ) -> tuple[float, float]:
-    """Return two times in seconds: until a prompt of `prefill_tokens` is prefilled, and the sum of the waits that it
-    adds to other prompts.
+    """Return two expected times in seconds: until a prompt is prefilled, and the sum of its delays of other prompts.
 
-    The prompts of a node alternate between the shortest and the oldest. `tokens_ahead` is the number of tokens in
-    front. They belong to the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long
-    ones. `speed` is in prompt tokens per second.
+    Prefills of a node alternate between the shortest and the oldest prompt. The prompt has `prefill_tokens`.
+    `tokens_ahead` is the number of tokens of other prompts. They belong to the unfinished prompts of `account`; any
+    surplus belongs to unknown prompts, which count as long ones. `speed` is in prompt tokens per second.
     """
     mine, others, known = prefill_tokens / speed, tokens_ahead / speed, account.pending_tokens
     if not known or others < _NOISE_SECONDS:

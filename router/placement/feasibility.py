@@ -1,4 +1,4 @@
-"""Feasibility of a node for a request, regardless of memory."""
+"""Decide whether a node can take a request, regardless of memory."""
 
 from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView, ServedModel
@@ -15,10 +15,10 @@ _READY, _PAUSED = NodeState.READY, NodeState.PAUSED
 def find_infeasible_reason(
     node: NodeView, served: ServedModel, request: ResourceDemand, now: float, trials: AttemptHistory
 ) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code why a node is infeasible regardless of memory. The reason is empty and the code None
-    if it is feasible.
+    """Return the reason and the code why a node cannot take a request, regardless of memory.
 
-    `now` is in monotonic seconds. `trials` are the earlier attempts of the request.
+    The reason is empty and the code None if the node can take the request. `now` is in monotonic seconds. `trials` are
+    the earlier attempts of the request.
     """
     if not node.takes_requests or now - node.reported_at > MAX_REPORT_AGE_SECONDS:
         return find_unavailable_reason(node, now)
@@ -37,10 +37,9 @@ def find_infeasible_reason(
 
 
 def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if
-    the node takes requests.
+    """Return the reason and the code why a node takes no requests at all at `now` (monotonic seconds).
 
-    `now` is in monotonic seconds.
+    The reason is empty and the code None if the node takes requests.
     """
     if node.state == _PAUSED:
         return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
@@ -79,8 +78,8 @@ def _format_version(version: ModelVersion) -> str:
 
 
 def exceeds_context(model: Model, request: ResourceDemand) -> bool:
-    """Return whether a counted prompt leaves no room for an answer in the context of a model.
+    """Return whether the prompt leaves no room for an answer in the context of a model.
 
-    Return False if the prompt is not counted or the context unknown.
+    Return False if no exact token count or no context length is known.
     """
     return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context

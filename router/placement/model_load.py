@@ -1,4 +1,4 @@
-"""Choice of the node that loads a model on an administrator's order. Pure; uses placement's arithmetic for one token.
+"""Choose the node that loads a model on an administrator's order. Pure; uses placement's arithmetic for one token.
 
 Candidates, in this order:
 
@@ -36,10 +36,12 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
 class LoadPlacement(msgspec.Struct, frozen=True, gc=False):
-    """Node chosen to load a model. `name` is the node's display name."""
+    """Node chosen to load a model."""
 
     node: NodeId
+    """Id of the node."""
     name: str
+    """Display name of the node."""
     loaded: bool = False
     """Whether the node has the model loaded already, according to its report."""
 
@@ -58,11 +60,11 @@ def choose_load_node(
 ) -> LoadPlacement | Refused:
     """Return the node that should load a model, or the refusal if there is none.
 
-    A node that has the model loaded, or loads it, is chosen only if no other node can load it.
+    A node that has loaded or is loading the model is chosen only if no other node can load it.
 
     `ledger` has the reservations on the nodes, and `corrections` limit the headroom of nodes that have just refused.
-    `tried` maps the nodes that have refused this load to their refusals. Only this `version` of the model counts; None
-    allows any. `now` is in monotonic seconds, `draw` returns numbers in [0, 1) for ties.
+    `tried` maps nodes that have refused this load to their refusals. Only nodes with this `version` of the model are
+    considered; None allows any. `now` is in monotonic seconds. `draw()` returns random numbers in [0, 1) for ties.
     """
 
     def place_among(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:

@@ -1,36 +1,40 @@
-"""Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
-node.
+"""Place a request on a node: filter, score and pick over one immutable view.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.model_needs.ModelNeeds`). It
-contains the KV of the prompt and of the expected output for every choice. It also contains the largest transient of a
-prefill chunk or a decode step, and the weights of a model that is not loaded. For a long text, `need` is at least the
-memory of its tokenization, minus the weights of a load in progress. A node is feasible only if all of this holds.
+Theory. `need` is the memory that the request adds on a node (`wire.capacity.model_needs.ModelNeeds`), a sum:
 
-The request and its API key allow the node. The node is ready, not cordoned, not draining and has a fresh report, and
-its engine runs. The node serves the model, in the version, kind and features that the request needs, with a context
-that is long enough. No earlier attempt of the request excludes the node (`feasibility`). No model swap bars a new
-request for the model. `wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of
-the bytes reserved there since the report.
+- The KV of the prompt and of the expected output for every choice.
+- The largest transient of a prefill chunk or a decode step.
+- The weights of a model that is not loaded.
+
+For a long text, `need` is at least the memory of its tokenization, minus the weights of a load in progress. A node is
+feasible if it meets all of these conditions:
+
+- The request and its API key allow the node.
+- The node is ready, not cordoned, not draining and has a fresh report, and its engine runs.
+- The node serves the model, in the version, kind and features that the request needs, with a sufficient context.
+- No earlier attempt of the request excludes the node (`feasibility`).
+- No model swap bars a new request for the model.
+- `wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` in addition to the bytes
+  reserved there since the report.
 
 No policy can override that filter: a policy only orders the feasible nodes (`policies`) by the times of `cost_model`.
 
 A model that is not loaded costs its weights and its load time. While a node loads the weights, its report already
-counts them. A node that cannot load a model is treated like a node without that model. When no node can load it,
-waiting is useless and the request ends with the cause (`refusals`).
+counts them. A node that cannot load a model is treated like a node without that model. If no node can load it, the
+request ends with the cause instead of waiting (`refusals`).
 
 The balanced order compares in turn:
 
-1. Room for two or more requests of this size (full marks), else room for one.
+1. Room for two or more requests of this size (full marks) before room for one.
 2. The shortest time.
 3. The fewest requests in flight relative to the decode speed.
-4. The largest share of the prompt in the prefix cache (`prefix_affinity`), which has already shortened the time.
-5. The larger share of headroom.
+4. The largest share of the prompt in the prefix cache (`prefix_affinity`), which also shortens the time.
+5. The largest share of headroom.
 6. Chance.
 
-An idle node with the model loaded gets full marks wherever the request fits. A node that has cached `PREFIX_HIT_SHARE`
-of the prompt gets them as well. Otherwise an idle node would lose to a node with more room that has to load the model.
-Ranking by plain bytes sends everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 s at 40 %
-load).
+A node on which the request fits gets full marks if it is idle with the model loaded, or has cached `PREFIX_HIT_SHARE`
+of the prompt. Otherwise an idle node would lose to a node with more room that has to load the model. An order by plain
+bytes would send all requests to the largest machine (simulated: median wait 6.4 s instead of 3.1 s at 40 % load).
 
 Before a node has counted the prompt, the number of tokens is an estimate. It is the bytes of text divided by the
 model's measured ratio, at most the model's context.
@@ -82,12 +86,12 @@ def place(
     cached_shares: Mapping[NodeId, float] = NOWHERE,
     demand: ModelDemand = NO_DEMAND,
 ) -> Placement | NoPlacement:
-    """Pick a node for a request, or return the refusal with the reason.
+    """Choose a node for a request, or return the refusal with the reason. Nothing is reserved.
 
-    `now` is in monotonic seconds of the clock of `reported_at`. `draw` returns numbers in [0, 1) for ties.
-    `corrections` limit the headroom of nodes that have just refused. `cached_shares` maps nodes to the share of the
-    prompt in their prefix cache. `demand` is the recent demand for models, which decides where an idle model is
-    unloaded.
+    `ledger` has the reservations on the nodes. `now` is in monotonic seconds of the clock of `reported_at`. `draw()`
+    returns random numbers in [0, 1) for ties. `corrections` limit the headroom of nodes that have just refused.
+    `trials` are the earlier attempts of the request. `cached_shares` maps nodes to the share of the prompt in their
+    prefix cache. `demand` is the recent demand for models, which decides where an idle model is unloaded.
     """
     candidates = tuple(
         [evaluate_node(node, request, ledger, now, corrections, trials, cached_shares) for node in view.nodes]
@@ -112,8 +116,7 @@ def evaluate_node(
 ) -> Candidate:
     """Compute the placement arithmetic of one node for a request, with the reason if the node is infeasible.
 
-    `now` is in monotonic seconds of the clock of `reported_at`. `corrections` limit the headroom of nodes that have
-    just refused. `cached_shares` maps nodes to the share of the prompt in their prefix cache.
+    The arguments have the meanings of those of `place`.
     """
     if request.node and request.node != node.id:
         return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)

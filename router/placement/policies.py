@@ -1,4 +1,4 @@
-"""Placement policies: orders of the feasible nodes. No policy can override the filter of `place`."""
+"""Placement policies, which order the feasible nodes. No policy can override the filter of `place`."""
 
 from collections.abc import Mapping
 from math import floor, log2
@@ -16,22 +16,21 @@ from router.placement.weights import (
 
 
 class Policy(Protocol):
-    """Order of feasible nodes. The smallest tuple wins; chance decides between equal tuples."""
+    """Policy that orders feasible nodes. The node with the smallest tuple wins; chance decides between equal tuples."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Return the rank of a feasible node for a request; smaller is better."""
+        """Return the rank of a feasible node for a request, as a tuple that is compared by its elements in order."""
         ...
 
 
 class Balanced:
-    """Policy `balanced`: enough headroom first, then the shortest time, which includes the delay of other requests."""
+    """Policy `balanced`: sufficient headroom first, then the shortest time, including the delay of other requests."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by headroom up to `HEADROOM_SATURATION` requests like this one, then by time.
+        """Rank by headroom, counted up to `HEADROOM_SATURATION` requests like this one, then by time.
 
-        A node that is idle, or has cached `PREFIX_HIT_SHARE` of the prompt, ranks like a node with that headroom.
-
-        Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
+        A node that is idle, or has cached `PREFIX_HIT_SHARE` of the prompt, counts as one with that headroom. Further
+        criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
         """
         headroom, need, memory, model = candidate.headroom or 0, candidate.need, candidate.memory, candidate.model
         marks, cached_share = HEADROOM_SATURATION, candidate.cached_share
@@ -48,7 +47,7 @@ class MostHeadroom:
     """Policy `most_headroom`: the node with the most bytes of headroom wins."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by headroom in bytes, then requests in flight."""
+        """Rank by headroom in bytes, then by the fewest requests in flight."""
         return (-(candidate.headroom or 0), candidate.in_flight)
 
 

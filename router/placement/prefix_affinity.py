@@ -1,22 +1,23 @@
-"""Index of recent prompts by node: an estimate of the contents of the nodes' prefix caches. Pure.
+"""Index recent prompts by node, to estimate the contents of the nodes' prefix caches. Pure.
 
 Theory. The next turn of a conversation begins with all of the last turn. The node that served the last turn has most of
 it in its cache and answers sooner. A chain of hashes finds the part that a request shares with earlier requests. The
 chain has a hash at the end of every message, and after every `BLOCK_CHARS` characters inside a long message. The
-deepest hash known for a node gives the share of the prompt that needs no prefill there. That only shortens the *time*
-expected there (`place`): memory is counted as if nothing were cached. Where the queue of a warm node costs more than
-the cache saves, another node is sooner. A wrong estimate therefore costs time, never safety.
+last hash in the chain that is known for a node yields the share of the prompt that needs no prefill there. That share
+only shortens the *time* expected there (`place`): memory is counted as if nothing were cached. If the queue of such a
+node costs more than the cache saves, another node is faster. A wrong estimate therefore costs time, never safety.
 
 Nodes reuse a prefix only within its scope, usually an API key, and chains belong to a scope as well (`cache_scope`).
-Apart from shared system prompts, the prompts of one key therefore change no placement of another key.
+Except for shared system prompts, the prompts of one key therefore do not change the placement of another key.
 
-A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`). The name is used where the chain finds
-less. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Each
-further prompt on the same node corrects the factor, because some clients send one `user` for everything.
+A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`). If the name yields a larger share than
+the chain, the share of the name is used. It is the size of the last prompt with that name relative to this prompt,
+times a trust factor. Each further prompt on the same node corrects the factor, because some clients send one `user` for
+all conversations.
 
 The index is bounded (`MAX_ENTRIES`) and removes the least recently recorded entry first. An entry is removed when the
 node reports that it evicted the prompt. All entries of a node become invalid when the node is gone, or when its engine
-restarts without the same disk cache. The same holds if a report does not name all evictions.
+restarts without the same disk cache. They also become invalid when a report does not name all evictions.
 """
 
 from collections import OrderedDict
@@ -32,24 +33,24 @@ from wire.identity import NodeId
 BLOCK_CHARS = 2048
 """Characters of one message between two hashes."""
 MAX_HASHES = 64
-"""Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
+"""Maximum hashes of one prompt: half of them from its start, which has the system prompt, half from its end."""
 MAX_ENTRIES = 50_000
-"""Maximum hashes, maximum prompts and maximum sessions of the index."""
+"""Maximum of each kind of entry in the index: hashes, prompts and sessions."""
 MIN_TRUST = 0.05
 """Trust factor up to which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
-"""Shares of a prompt that no node has cached."""
+"""Cached shares of a prompt that no node has cached: an empty mapping."""
 
 
 class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
-    """Chain of hashes of a prompt, each over the prompt from its beginning."""
+    """Chain of hashes of a prompt. Each hash covers the prompt from its start."""
 
     hashes: tuple[tuple[int, int], ...]
-    """Hashes with the number of characters up to each, shortest first."""
+    """Pairs of a hash and the number of characters that it covers, shortest first."""
     size: int
     """Characters of all messages and of the arguments of their tool calls, and 1 for each message."""
     session: int = 0
-    """Hash of the session that the client named; 0 if it named none."""
+    """Hash of the name of the conversation; 0 if the client named none."""
 
 
 @dataclass(slots=True)
@@ -69,10 +70,10 @@ def compute_hash_chain(
 ) -> PrefixHashChain:
     """Compute the hash chain of a prompt.
 
-    `root` has everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
-    conversation; empty without a name. `scope` is the id of the key that may reuse the cached tokens, or
-    `SHARED_SCOPE`. Every hash depends on `scope`. With `shared`, all keys may reuse the first message: only the hashes
-    of that message do not depend on `scope`.
+    `root` is a hashable value of everything that changes the whole prompt: model and fingerprint, tools, template.
+    `session` names the conversation; empty without a name. `scope` is the id of the key that may reuse the cached
+    tokens, or `SHARED_SCOPE`. All hashes depend on `scope`. `shared` is whether all keys may reuse the first message;
+    the hashes of that message then do not depend on `scope`.
     """
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0
@@ -95,11 +96,11 @@ def compute_hash_chain(
 
 
 class PrefixAffinity:
-    """Index of the nodes that have cached a prompt, with at most `entries` hashes, `entries` prompts and `entries`
-    sessions.
+    """Index of the nodes that have probably cached a prompt.
 
-    Each node has a generation. A new generation invalidates all older entries of the node at once. It begins when the
-    node's cache was lost with its engine process, or when evictions were missed.
+    The index has at most `entries` hashes, `entries` prompts and `entries` sessions. Each node has a generation. A new
+    generation invalidates all older entries of the node at once. It begins when the node's cache was lost with its
+    engine process, or when evictions were missed.
     """
 
     def __init__(self, entries: int = MAX_ENTRIES) -> None:
@@ -116,7 +117,7 @@ class PrefixAffinity:
         return len(self._nodes_by_hash) + len(self._sessions) + len(self._prompts)
 
     def estimate_shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
-        """Return the probably cached share of a prompt by node, 0 to 1. Nodes without a share are left out."""
+        """Return the share of a prompt that is probably cached, 0 to 1, by node. Nodes without a share are left out."""
         shares: dict[NodeId, float] = {}
         for link, size in reversed(chain.hashes):
             nodes = self._nodes_by_hash.get(link)
@@ -138,10 +139,10 @@ class PrefixAffinity:
     def record_prefill(
         self, chain: PrefixHashChain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int
     ) -> None:
-        """Record that a node has prefilled a prompt, of which `cached_tokens` were in its prefix cache.
+        """Record that a node has prefilled a prompt of `prompt_tokens`, of which `cached_tokens` were cached.
 
-        Nothing is recorded without a `prompt_hash`, because the node then caches nothing, and for a prompt without
-        messages.
+        `prompt_hash` is the hash by which the node reports the eviction of the prompt. Do nothing if it is empty,
+        because the node then caches nothing, and for a prompt without messages.
         """
         if not prompt_hash or not chain.size:
             return
@@ -172,12 +173,14 @@ class PrefixAffinity:
     def apply_report(
         self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes], store: str = ""
     ) -> None:
-        """Remove the entries that a node's report shows to be evicted. Remove all entries of the node if
-        `engine_instance` has changed, because its cache was lost with the old engine process. The entries are kept if
-        the new process has the same disk cache (`store`), which an engine reports as soon as it is ready.
+        """Remove the entries that are outdated by a node's report.
 
-        `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks
-        the hashes of some evictions, all entries of the node are removed.
+        `evicted` has the hashes of the newest evictions, which are removed; the last of them is number `evictions`. If
+        the report lacks the hashes of some evictions, all entries of the node are removed.
+
+        If `engine_instance` has changed, all entries are removed, because the cache was lost with the old engine
+        process. They are kept if the new process has the same disk cache. `store` identifies the disk cache and is
+        empty without one; an engine reports it as soon as it is ready.
         """
         known = self._stores.get(node, "")
         if self._instances.setdefault(node, engine_instance) != engine_instance and (store or not known):
@@ -195,7 +198,7 @@ class PrefixAffinity:
             self._generations[node] = self._next_generation(node)
 
     def _remove_prompt(self, node: NodeId, prompt_hash: bytes) -> None:
-        """Remove one prompt, and its beginnings where no other prompt has them."""
+        """Remove one prompt, and those of its hashes that no other prompt has replaced."""
         for link in self._prompts.pop((node, prompt_hash), ()):
             nodes = self._nodes_by_hash.get(link)
             if nodes is not None and node in nodes and nodes[node][1] == prompt_hash:

@@ -8,8 +8,8 @@
     node has no memory left to continue the request   resumes elsewhere, or there once it fits: counted as a loss
 
 To resume, another node with the same model (`fingerprint`) gets the known token ids and generates the rest
-(`wire.frames.Generate.resume`). A request of which the client has received nothing may also be retried from the
-beginning, on any model of that name.
+(`wire.frames.Generate.resume`). If the client has received nothing, the request may instead be retried from its start,
+on any model of that name.
 """
 
 from enum import Enum
@@ -21,11 +21,11 @@ MAX_CRASHES = 2
 MAX_LOSSES = 3
 """Maximum losses that one request survives: lost, stopping or draining nodes, and lack of memory on a node."""
 MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
-"""Minimum and maximum seconds of silence of a node after which its request is resumed elsewhere."""
+"""Minimum and maximum seconds of silence of a node after which its requests are resumed elsewhere."""
 MAX_KNOWN_TOKENS = 1_000_000
 """Maximum stored token ids of each choice of an answer without a limit."""
 MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
-"""Failure codes of requests that a node gave up to keep its other requests and the machine running."""
+"""Failure codes of requests that a node ended for lack of memory, to keep its other requests running."""
 
 
 class LossKind(Enum):
@@ -47,16 +47,15 @@ _LOSS_KINDS = {
 
 
 def classify_loss(code: str) -> LossKind | None:
-    """Return the kind of loss that a node's failure code stands for; None for a code that is no loss, which ends the
-    request."""
+    """Return the kind of loss of a node's failure code; None for all other codes, which end the request."""
     return _LOSS_KINDS.get(code)
 
 
 def is_fault(code: str) -> bool:
-    """Return whether a failure code is a fault of the engine, which its circuit breaker counts.
+    """Return whether a failure code is a fault of the engine, which the circuit breaker of the engine counts.
 
-    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults. All other codes are
-    faults, also unknown ones.
+    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults. All other codes count as
+    faults, including unknown ones.
     """
     return code != FailureCode.GRAMMAR_FAILED and classify_loss(code) not in (LossKind.NODE, LossKind.MEMORY)
 
@@ -64,8 +63,8 @@ def is_fault(code: str) -> bool:
 def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
     """Return whether a request may be recovered after a loss of this kind; never after `LossKind.OWN_CALL`.
 
-    `losses` and `crashes` are the request's totals, which include the present event. `ENGINE` depends on the crashes,
-    `NODE` and `MEMORY` on the losses.
+    `losses` and `crashes` are the request's totals, which include the current event. The number of crashes decides for
+    `ENGINE`, the number of losses for `NODE` and `MEMORY`.
     """
     if loss is LossKind.OWN_CALL:
         return False
@@ -75,7 +74,7 @@ def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
 def compute_silence_limit_seconds(prefill_seconds: float) -> float:
     """Return the seconds of silence of a node after which its request is resumed on another node.
 
-    `prefill_seconds` is the expected time until the other node continues the answer, in seconds. A request that would
-    lose much waits longer for its node to return.
+    `prefill_seconds` is the expected time that another node needs before it continues the answer. The longer this
+    takes, the longer the request waits for the return of its node.
     """
     return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, prefill_seconds))

@@ -1,7 +1,7 @@
-"""Refusals of placement: why no node takes a request.
+"""Build the refusals of placement, which explain why no node takes a request.
 
-"Can never fit" needs an exact count of the prompt, or a final refusal by every node with the model. It also requires
-that no member could hold the request, including sleeping and absent members.
+A refusal that a request can never fit requires an exact count of the prompt, or a final refusal by every node with the
+model. It also requires that no member could hold the request, including sleeping and lost members.
 """
 
 import difflib
@@ -41,7 +41,8 @@ def build_refusal(
 ) -> NoPlacement:
     """Build the refusal of a request for which none of `candidates` is feasible, and choose `NoPlacement.candidate`.
 
-    `trials` are the earlier attempts of the request. `rates` are the expected requests per second of each model.
+    `candidates` are all nodes of the view. `trials` are the earlier attempts of the request. `rates` are the expected
+    requests per second of each model.
     """
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
@@ -234,9 +235,9 @@ def _refuse_none_serving(request: ResourceDemand, offers: list[Candidate]) -> Re
 
 
 def estimate_retry_seconds(candidate: Candidate) -> float:
-    """Estimate the seconds until a full node has room, because one of its requests ends: 1 s to 60 s.
+    """Return the expected seconds until a request on a full node ends and makes room, from 1 s to 60 s.
 
-    Without a request or model to estimate from, return `UNKNOWN_RETRY_SECONDS`.
+    Return `UNKNOWN_RETRY_SECONDS` if the node does not have the model, or no request of this router.
     """
     model = candidate.model
     if model is None or candidate.in_flight == 0:

@@ -1,25 +1,25 @@
-"""Reservations of the router on each node that the node's report does not contain yet.
+"""Ledger of the router's reservations on each node, which the node's report may not contain yet.
 
-Theory. A report shows the memory of a past moment. Between two reports the router may place many requests and adds its
-reservations since then. Simulated under bursts: 67-99 % of first attempts are refused without this, 0.15 % with it. A
-reservation has three states:
+Theory. A report shows the memory of a past moment. Between two reports the router may place many requests, and adds the
+reservations of these requests to the report. In simulated bursts, nodes refuse 67-99 % of first attempts without this,
+and 0.15 % with it. A reservation has three states:
 
     reserve ──► open ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
                  └───────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
-Open bytes count in `get_unacknowledged_bytes`. Settled bytes do not, because `memory.reserved` of the report contains
-them. Requests of both states count in `count_in_flight`. `Admitted` is required in addition to `acked_seq`, because
-prompts are counted out of order. A short later prompt may be committed and acknowledged before a long earlier one.
+`get_unacknowledged_bytes` includes open bytes, but not settled ones, because `memory.reserved` of the report contains
+them. `count_in_flight` includes requests of both states. `Admitted` is required in addition to `acked_seq`, because the
+engine counts prompts out of order. A short later prompt may be committed and acknowledged before a long earlier one.
 
-Invariants: an attempt of a request holds at most one reservation, and every reservation is released exactly once. A
+Invariants: an attempt of a request has at most one reservation, and every reservation is released exactly once. A
 duplicate end releases nothing.
 
-A reservation includes the weights of a model that the request makes its node load. From the first report that shows the
-running load, that report counts the weights and the reservation does not.
+A reservation includes the weights of a model that the node must load for the request. From the first report that shows
+the running load, the report counts the weights and the reservation does not.
 
-A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take that
-room. A node has at most one such hold, because two waiting requests would keep each other out of an empty node. A key
-has at most one such hold, because a key with many waiting requests would keep all other keys out of all nodes. Holds of
+A hold reserves room for a request that still waits in the queue, because smaller later requests would take that room. A
+node has at most one such hold, because two waiting requests would keep each other out of an empty node. A key has at
+most one such hold, because a key with many waiting requests would keep all other keys out of all nodes. Holds of
 requests that have lost a node, or for which a node swaps models, do not count for these limits.
 """
 
@@ -31,17 +31,18 @@ from wire.identity import NodeId
 
 
 class LedgerError(AssertionError):
-    """Raised for inconsistent reservations, which only a bug can cause, never the action of a node or client."""
+    """Raised for inconsistent reservations, which only a bug of the router can cause."""
 
 
 class Reservation(msgspec.Struct, gc=False):
     """Reservation of one request on one node. Only the ledger changes it."""
 
     node: NodeId
+    """Id of the node."""
     seq: int
     """Sequence number of the request's frame, compared with `acked_seq` of the node's reports."""
     need: int
-    """Reserved bytes, `weights` included."""
+    """Reserved bytes, including `weights`."""
     tokens: int
     """Tokens to prefill: prompt tokens that are probably not cached, and known tokens of a resumed answer."""
     seconds: float = 0.0
@@ -65,7 +66,7 @@ class Reservation(msgspec.Struct, gc=False):
         self.settled = True
 
     def drop_weights(self) -> int:
-        """Remove the weights of a load, and return their bytes."""
+        """Remove the weights of a load from the reservation, and return their bytes."""
         weights, self.weights = self.weights, 0
         self.need -= weights
         return weights
@@ -78,10 +79,8 @@ class NodeReservations:
     need: int = 0
     """Reserved bytes that the node's report does not contain."""
     tokens: int = 0
-    """Tokens to prefill that the node's report does not contain.
-
-    Counts prompt tokens that are probably not cached, and known tokens of resumed answers.
-    """
+    """Tokens to prefill that the node's report does not contain: prompt tokens that are probably not cached, and known
+    tokens of resumed answers."""
     rows: int = 0
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
@@ -89,7 +88,7 @@ class NodeReservations:
     open_requests: set[int] = field(default_factory=set[int])
     """Attempt numbers of the requests whose reservation the report does not contain."""
     pending_prefills: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
-    """Reservations whose prompt has no first token yet, by attempt number."""
+    """Reservations of requests without a first token, by attempt number."""
     pending_tokens: int = 0
     """Sum of the tokens in `pending_prefills`."""
 
@@ -150,8 +149,10 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
     def is_barred(self, model: str, loaded: bool) -> bool:
-        """Return whether the node takes no new request for `model` during this swap. `loaded`: the node has that model
-        loaded."""
+        """Return whether the node takes no new requests for `model` during this swap.
+
+        `loaded` is whether the node has loaded `model`.
+        """
         return model != self.model and (model in self.leaving or not loaded)
 
     @property
@@ -161,8 +162,10 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class ReservationLedger:
-    """Reservations of one router in bytes and prompt tokens, by request and by node. Reservations are identified by
-    attempt number, holds of queued requests by arrival number."""
+    """Ledger of the reservations, holds and model swaps of one router.
+
+    Attempt numbers identify reservations, and arrival numbers of queued requests identify holds.
+    """
 
     def __init__(self) -> None:
         self._reservations: dict[int, Reservation] = {}
@@ -170,7 +173,7 @@ class ReservationLedger:
         self.holds: dict[int, tuple[NodeId, int]] = {}
         """Node and bytes of the hold of each queued request that has one, by the arrival number of the request."""
         self.turns: dict[NodeId, SwapTurn] = {}
-        """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
+        """Model swaps in progress, by node (`router.dispatch.model_swaps`)."""
 
     def reserve(
         self,
@@ -206,23 +209,26 @@ class ReservationLedger:
             reservation.admit()
 
     def mark_prefilled(self, request: int) -> None:
-        """Record that the node has prefilled the prompt of a request, or that no first token is expected. Unknown
-        requests are ignored."""
+        """Record that the node has prefilled the prompt of a request, or that no first token is expected.
+
+        Unknown requests are ignored.
+        """
         reservation = self._reservations.get(request)
         if reservation is not None:
             self._accounts[reservation.node].remove_prompt(request)
 
     def mark_first_token(self, request: int) -> None:
-        """Record that the node has prefilled the prompt of a request, and therefore has committed its memory. Unknown
-        requests are ignored."""
+        """Record the first token of a request: the node has prefilled its prompt and committed its memory.
+
+        Unknown requests are ignored.
+        """
         reservation = self._reservations.get(request)
         if reservation is not None:
             reservation.admit()
             self._accounts[reservation.node].remove_prompt(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
-        """Settle the reservations that a node's report already counts: admitted ones with a sequence number up to
-        `acked_seq`."""
+        """Settle the reservations that a node's report counts: the admitted ones with a `seq` up to `acked_seq`."""
         account = self._accounts.get(node)
         if account is None:
             return
@@ -242,7 +248,7 @@ class ReservationLedger:
         self._accounts[reservation.node].drop_need(reservation.drop_weights())
 
     def release(self, request: int) -> bool:
-        """Release a reservation in any state. Return False if the request has none."""
+        """Release the reservation of a request, in any state. Return False if the request has none."""
         reservation = self._reservations.pop(request, None)
         if reservation is None:
             return False
@@ -250,7 +256,7 @@ class ReservationLedger:
         return True
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the holds and the model swap of a node that is no longer a member, and its account.
+        """Remove the holds, the model swap and the account of a node that is no longer a member.
 
         The account is kept while requests are on the node, because their release needs it.
         """
@@ -283,7 +289,7 @@ class ReservationLedger:
     def begin_turn(self, turn: SwapTurn, hold: int) -> None:
         """Begin a model swap, or assign it to another request, and hold `hold` bytes for that request on the node.
 
-        The new hold replaces every other hold on the node, and any hold of that request.
+        The new hold replaces any other hold on the node, and any other hold of that request.
         """
         self.turns[turn.node] = turn
         holder = self.find_holder(turn.node)
@@ -308,12 +314,12 @@ class ReservationLedger:
     def get_unacknowledged_bytes(self, node: NodeId, waiting: int = -1) -> int:
         """Return the reserved bytes on a node that its report does not contain.
 
-        They include the holds on the node, except the hold of the queued request `waiting`.
+        Holds on the node are included, except the hold of the queued request `waiting`; -1 excludes none.
         """
         return self._accounts.get(node, _EMPTY).need + self.sum_holds(node, waiting)
 
     def sum_holds(self, node: NodeId, waiting: int = -1) -> int:
-        """Return the bytes of the holds on a node, except the hold of the queued request `waiting`."""
+        """Return the bytes of the holds on a node, except that of the queued request `waiting`; -1 excludes none."""
         return sum(
             held_bytes for number, (where, held_bytes) in self.holds.items() if where == node and number != waiting
         )
@@ -336,7 +342,7 @@ class ReservationLedger:
 
     @property
     def empty(self) -> bool:
-        """Whether no reservation, hold or swap exists."""
+        """Whether the ledger has no reservation, no hold and no model swap."""
         return (
             not self._reservations
             and not self.holds

@@ -1,9 +1,9 @@
-"""Sanitize a node's report: a node's own claim, which may be wrong.
+"""Sanitize the report of a node, whose values may be wrong.
 
-`build_node_view` turns a report into numbers that the placement arithmetic can use: no NaN, no infinity, no negative
-size, count or time. A false report never makes a node look roomier than an honest report could. An impossible footprint
-counts as unreadable, and nothing is placed on that node. A model with an impossible size is left out. The node's own
-gate still decides which requests run. Texts are bounded and printable, because people read them in terminals.
+`build_node_view` converts a report into values that the placement arithmetic can use: no NaN, no infinity, no negative
+size, count or time. An impossible value never increases the headroom of a node. An impossible footprint counts as
+unreadable, and the router then places no requests on the node. A model with an impossible size is left out. The node's
+own gate still decides which requests run. Texts are bounded and printable, because people read them in terminals.
 """
 
 import math
@@ -31,7 +31,7 @@ from wire.report import (
 from wire.video import LeaseState, VideoPackage, VideoState
 
 UNMEASURED_PREFILL = 200.0
-"""Prefill speed of a node without a measurement, in tokens per second. It is low: measured nodes are preferred."""
+"""Prefill speed of a node without a measurement, in tokens per second; low, so that measured nodes are preferred."""
 UNMEASURED_DECODE = 20.0
 """Decode speed of a node without a measurement, in tokens per second."""
 MIN_SPEED = 0.001
@@ -43,7 +43,7 @@ MAX_CONTEXT = 100_000_000
 MAX_LOAD_SECONDS = 600.0
 """Maximum load time of a model and maximum age of a reading, in seconds. An impossible value counts as this maximum."""
 MAX_UNIX_SECONDS = 2.0**33
-"""Latest end of a pause, and latest use of a model, in Unix seconds: the year 2242."""
+"""Maximum end of a pause and maximum time of the last use of a model, in Unix seconds: the year 2242."""
 MAX_EXPECTED_OUTPUT = 32_768
 """Maximum expected output of a model, in tokens."""
 MAX_MODELS = 512
@@ -83,10 +83,9 @@ def build_node_view(
     frames: frozenset[int] = frozenset(),
     awaited: bool = False,
 ) -> NodeView:
-    """Build a node's view from its report, its membership record and the frames that it knows. `reported_at` is in
-    monotonic seconds. The other arguments are described at the fields of `NodeView` with their names.
+    """Build the view of a node from its report and its membership. Impossible values are corrected or left out.
 
-    Impossible values of the report are corrected or left out.
+    `NodeView` describes the other arguments at its fields with their names.
     """
     return NodeView(
         id=node,
@@ -114,7 +113,7 @@ def build_node_view(
 
 
 def sanitize_video(video: VideoState) -> VideoState:
-    """Return a node's video state without impossible values. Impossible packages and leases are left out."""
+    """Return a node's video state with corrected values, without impossible packages and leases."""
     packages = tuple(
         _sanitize_package(package) for package in video.packages[:MAX_PACKAGES] if _is_possible_package(package)
     )
@@ -167,7 +166,7 @@ def _sanitize_lease(lease: LeaseState) -> LeaseState:
 
 
 def sanitize_memory(memory: Memory) -> Memory:
-    """Return a memory reading without impossible numbers; a negative footprint becomes unreadable (None)."""
+    """Return a memory reading with impossible numbers corrected. A negative footprint becomes None: unreadable."""
     phys = memory.phys
     return replace(
         memory,

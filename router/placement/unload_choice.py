@@ -1,4 +1,4 @@
-"""Choice of the idle node that unloads models to load a requested one, and the cost of these unloads. Pure."""
+"""Choose the idle node that unloads models to load a requested model, by the cost of the unloads. Pure."""
 
 from collections.abc import Mapping
 
@@ -17,14 +17,15 @@ def choose_unloading_node(
     trials: AttemptHistory,
     rates: Mapping[str, float],
 ) -> Candidate | None:
-    """Choose an idle, large enough node that could hold the model after unloading unused models.
+    """Return the idle node that should unload unused models for a request; None without a suitable node.
 
-    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest. `serving` are the nodes
-    with the model, `offers` their arithmetic for the request. `trials` are the earlier attempts of the request. `rates`
-    are the expected requests per second of each model.
+    A suitable node is large enough for the request once it has unloaded models. The node with the lowest
+    `compute_unload_cost` is chosen; of equal ones, the node with the most headroom. `serving` are the nodes with the
+    model, `offers` their arithmetic for the request. `trials` are the earlier attempts of the request. `rates` are the
+    expected requests per second of each model.
 
-    Return None without such a node. Return None also while some node that lacks only memory has the model loaded or
-    loading, because the request then only has to wait.
+    Return None also while a node that lacks only memory has loaded or is loading the model, because the request then
+    only has to wait.
     """
     short = [candidate.model for candidate in offers if candidate.code in _MEMORY]
     if any(model.loaded or model.loading for model in short if model is not None):
@@ -55,9 +56,9 @@ def choose_unloading_node(
 def compute_unload_cost(
     view: ClusterView, node: NodeView, keep: str, missing: int, rates: Mapping[str, float]
 ) -> float:
-    """Return the expected load seconds per second that a node causes by unloading models for `missing` bytes.
+    """Return the cost of the unloads that free `missing` bytes on a node: expected seconds of later loads per second.
 
-    The models with the least demand are unloaded first, pinned models never. A model that another node has loaded costs
+    Models with the least demand are unloaded first, pinned models never. A model that another node has loaded costs
     nothing. `keep` is the model that needs the memory. `rates` are the expected requests per second of each model.
     """
     loaded = [model for model in node.models.values() if model.loaded and not model.pinned and model.name != keep]
