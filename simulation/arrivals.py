@@ -1,4 +1,4 @@
-"""Arrivals of a simulation: the turns of conversations in order, each after the answer to the previous turn."""
+"""Schedule the arrivals of a simulation: each turn of a conversation follows the answer to the previous turn."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,10 @@ from simulation.workload import ConversationTurn, SimulatedConversation
 
 
 class Arrivals:
-    """Arrivals of `conversations`, which are in order of their first turn. `arrive` is called with each turn."""
+    """Scheduler of the turns of `conversations`, which must be in order of their start.
+
+    `arrive(turn)` is called when a turn arrives.
+    """
 
     def __init__(
         self,
@@ -28,7 +31,7 @@ class Arrivals:
         """Virtual time in seconds at which the last request ended; 0 before the end of all conversations."""
 
     def start(self) -> None:
-        """Schedule the start of the first conversation. Each start schedules the next one.
+        """Schedule the start of the first conversation. Each start schedules that of the next conversation.
 
         Without conversations, `wait` returns at once.
         """
@@ -38,7 +41,7 @@ class Arrivals:
             self._over.set()
 
     async def wait(self) -> None:
-        """Wait until all conversations have begun and all of their requests have ended, without a time limit."""
+        """Wait until all conversations have started and all of their requests have ended, without a time limit."""
         await self._over.wait()
 
     def _next_conversation(self) -> None:
@@ -56,8 +59,11 @@ class Arrivals:
         self._arrive(turn)
 
     def end(self, request_id: str, *, served: bool) -> None:
-        """Record the end of a request. If it was `served` (a complete answer), the next turn of its conversation
-        arrives after the `think` seconds of that next turn. Otherwise the conversation ends."""
+        """Record the end of a request. `served` is whether its answer is complete.
+
+        After a complete answer, the next turn of the conversation arrives after its `think` seconds. Otherwise the
+        conversation ends.
+        """
         self._open -= 1
         rest = self._rest.pop(request_id, [])
         if rest and served:

@@ -1,7 +1,7 @@
 """Event loop with virtual time: a wait advances the clock at once and takes no real time.
 
-The production code takes its time and timers from the running loop, and runs here unchanged. Timers of the same moment
-fire in heap order, which is the same in every run.
+The production code uses the time and the timers of the running loop, and therefore runs unchanged. Timers of the same
+moment fire in heap order, which is the same in every run.
 """
 
 import asyncio
@@ -11,7 +11,8 @@ from typing import Any
 
 
 class Deadlock(RuntimeError):
-    """Raised when no event is scheduled and the simulation has not ended: a bug of a modelled Mac or of the router."""
+    """Raised if no event is scheduled before the end of the simulation, because of a bug in a modelled Mac or the
+    router."""
 
 
 class _Leap(selectors.SelectSelector):
@@ -29,9 +30,9 @@ class _Leap(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock is virtual: the clock starts at 0 s, and jumps to the next timer instead of a wait.
+    """Event loop with a virtual clock, which starts at 0 s and advances to the next timer instead of waiting.
 
-    A run of the loop raises Deadlock when no event is scheduled, and the exception of a callback.
+    A run of the loop raises Deadlock if no event is scheduled, and the exception of any callback.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._seconds
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Raise the exception of a callback, which asyncio would only log: the results of the run would be wrong."""
+        """Raise the exception of a callback, because the results would be wrong. By default, asyncio only logs it."""
         if isinstance(context.get("exception"), Exception):
             raise context["exception"]
         super().call_exception_handler(context)

@@ -1,9 +1,9 @@
 """Simulated pool around the router: links, reports, membership, faults, and the result of every request.
 
-Frames travel one way in `latency` seconds and keep their order. A period of reports has `SLOTS` moments: each node
+Frames take `latency` seconds one way and keep their order. A period of reports has `SLOTS` moments, and each node
 reports at one of them. Reports of one moment reach the router as one view. An idle node reports every `IDLE_SECONDS`.
-Each member has the production state machine. Not simulated: the rule by which the coordinator suspects its own network
-when half of the pool is silent (`coordinator.cluster.membership`).
+Each member uses the production state machine. The simulation lacks the rule by which the coordinator suspects its own
+network when half of the pool is silent (`coordinator.cluster.membership`).
 """
 
 import asyncio
@@ -40,16 +40,15 @@ from wire.units import parse_size
 SLOTS = 20
 """Moments of a report period at which nodes report."""
 IDLE_SECONDS = 1.0
-"""Seconds between two reports of an idle node, rounded to whole periods of reports, at least one."""
+"""Seconds between two reports of an idle node, rounded to whole periods of reports, at least one period."""
 DIAL_SECONDS = 0.5
-"""Seconds after which a Mac whose link was closed connects again, as the first pause of a node."""
+"""Seconds after which a Mac whose link was closed connects again: the first delay of a real node."""
 GIVE_UP_SECONDS = 3600.0
-"""Virtual seconds after the duration of the scenario at which an open request counts as failed."""
+"""Virtual seconds after the end of the arrivals at which an open request counts as failed."""
 
 
 class SimulatedRouter(Protocol):
-    """Router under test: the production dispatcher, a router with the rule of another project, or the clairvoyant
-    one."""
+    """Router under test: the production dispatcher, the router of another project, or the clairvoyant router."""
 
     def set_view(self, view: ClusterView) -> None:
         """Apply a new cluster view."""
@@ -70,7 +69,7 @@ class SimulatedRouter(Protocol):
     def handle_freed_memory(self, node: NodeId) -> None:
         """Handle memory that an ended or preempted request, or an ended lease, has freed on a node.
 
-        The call comes without the delay of a report. Only the clairvoyant router may use it.
+        The pool calls this without the delay of a report. Only the clairvoyant router may use this knowledge.
         """
         ...
 
@@ -100,14 +99,14 @@ class SimulatedPool:
         """Event loop with virtual time."""
         self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
         self.log = OutcomeTable(loop, log)
-        """Outcomes of the requests, and writer of the log."""
+        """Outcomes of all requests. The table also writes the log."""
         self._arrivals = Arrivals(conversations, loop, self._handle_arrival)
         self.machines: dict[NodeId, SimulatedNode] = {}
-        """Macs that run now. A crashed Mac is absent until its restart, and is a new object then."""
+        """Running Macs by id. A crashed Mac is absent until its restart, which creates a new object."""
         self._latest: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
-        """State of each node in the membership, also of a crashed one."""
+        """Membership state of each node, including crashed ones."""
         self._views: dict[NodeId, NodeView] = {}
         self._links = SimulatedLinks(
             loop,
@@ -121,8 +120,8 @@ class SimulatedPool:
         self.contender: SimulatedRouter | None = None
         """Router under test; None before `run`."""
         self.loads = self.preemptions = self.reports = 0
-        """Loads and preemptions on Macs that crashed before; after `run`, on all Macs. Number of reports that were sent
-        and not lost."""
+        """Numbers of model loads and preemptions, complete after `run` and before that only of crashed Macs. Number of
+        reports that were sent and not lost."""
         for spec in scenario.nodes:
             for name in spec.list_names():
                 self._join(NodeId(name), spec)
@@ -170,7 +169,7 @@ class SimulatedPool:
     def send(self, node: NodeId, frame: Frame) -> bool:
         """Send a frame to a node, where it arrives after the latency. Return False if the node has no link.
 
-        A sent `Generate` is recorded as a try of its request. Raise `KeyError` for an unknown node.
+        Record a sent `Generate` as a try of its request. Raise `KeyError` for an unknown node.
         """
         if not self.members[node].link:
             return False
@@ -199,11 +198,14 @@ class SimulatedPool:
             self.contender.submit(turn)
 
     def can_ever_hold(self, turn: ConversationTurn) -> bool:
-        """Return whether a request with its complete answer would fit alone on a Mac, also on one that is down now."""
+        """Return whether a request with its complete answer would fit alone on any Mac, even one that is down now."""
         return any(machine.forecast.can_ever_hold(turn, self.loop.time()) for machine in self._latest.values())
 
     def record_end(self, request_id: str, outcome: Outcome) -> None:
-        """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
+        """Record the end of a request. The router must call this once for each request.
+
+        After a complete answer, the conversation continues with its next turn.
+        """
         served = self.log.end(request_id, outcome)
         self._arrivals.end(request_id, served=served)
 
@@ -326,10 +328,10 @@ class SimulatedPool:
     # the run
 
     async def run(self, contender: SimulatedRouter) -> None:
-        """Run the complete scenario with a router, until all requests have ended.
+        """Run the complete scenario with the router `contender`, until all requests have ended.
 
-        Requests that have not ended `GIVE_UP_SECONDS` after the scenario count as failed. At the end, the nodes are
-        stopped and the router is closed.
+        Requests that are open `GIVE_UP_SECONDS` after the end of the arrivals count as failed. Finally, stop the nodes
+        and close the router.
         """
         self.contender = contender
         nodes = list(self.machines)

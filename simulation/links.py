@@ -1,4 +1,4 @@
-"""Links of a simulated pool: frames travel one way in the latency and keep their order; a silent link holds them."""
+"""Links of a simulated pool. Frames arrive after the latency, in their order. A silent link holds them back."""
 
 import asyncio
 from collections import deque
@@ -20,10 +20,11 @@ _Way = deque[_TravellingFrame]
 
 
 class SimulatedLinks:
-    """Links of all nodes. `latency` is in virtual seconds. `is_open(node)` returns whether a node has a link.
+    """Links between the router and all nodes.
 
-    `down(node, frame)` is called for a frame that arrives at a node. `up(frames)` is called with all frames that arrive
-    at the router at one moment, each with its node.
+    `latency` is the delay of a frame in virtual seconds. `is_open(node)` returns whether a node has a link.
+    `down(node, frame)` is called for each frame that arrives at a node. `up(frames)` is called with all frames that
+    arrive at the router at one moment, as pairs of node and frame.
     """
 
     def __init__(
@@ -48,9 +49,9 @@ class SimulatedLinks:
         return self._numbers.get(node, 0)
 
     def connect(self, node: NodeId) -> int:
-        """Open a new link of a node; return its number. Frames that still travel on the earlier link are lost.
+        """Open a new link of a node, and return its number. Frames in transit on the earlier link are lost.
 
-        Held frames of a silent link stay held: see `discard_held`.
+        Frames that a silent link holds are kept (`discard_held`).
         """
         self._numbers[node] = self.get_link_number(node) + 1
         return self._numbers[node]
@@ -88,10 +89,9 @@ class SimulatedLinks:
             self._receive_up(upward)
 
     def deliver_up(self, node: NodeId) -> None:
-        """Deliver at once the frames that travel from a node to the router, because a broken connection is read to its
-        end.
+        """Deliver the frames in transit from a node to the router now.
 
-        Frames of earlier links of the node are lost.
+        The router reads a broken connection to its end. Frames of earlier links of the node are lost.
         """
         link = self.get_link_number(node)
         upward = [(node, one.frame) for one in self._up if (one.node, one.link) == (node, link)]
@@ -111,14 +111,14 @@ class SimulatedLinks:
         self._silent[node] = []
 
     def discard_held(self, node: NodeId) -> None:
-        """Lose the held frames of a silent link, because the link is closed."""
+        """Discard the held frames of a silent link, because the link is closed. Do nothing for any other link."""
         if node in self._silent:
             self._silent[node] = []
 
     def end_silence(self, node: NodeId) -> bool:
-        """End the silence of a silent link. Send the held frames and return True if the link is still open.
+        """End the silence of a link. Return whether the link is still open.
 
-        Return False if it is closed; the held frames are lost. Raise `KeyError` if the link is not silent.
+        On an open link, send the held frames; otherwise they are lost. Raise `KeyError` if the link is not silent.
         """
         held = self._silent.pop(node)
         if not self._is_open(node):

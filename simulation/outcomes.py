@@ -1,4 +1,4 @@
-"""Course and result of each simulated request, and the log of notable events."""
+"""Record the course and the result of each simulated request, and log notable events."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,12 +13,14 @@ from wire.refusals import Refused
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Course and result of one request. Times are virtual, in seconds; None: not yet."""
+    """Course and result of one request. Times are virtual, in seconds."""
 
     turn: ConversationTurn
+    """Request with its true lengths."""
     arrived: float
+    """Virtual time in seconds of the arrival."""
     fits: bool
-    """Whether the request fits on some node that holds nothing else."""
+    """Whether the request would fit alone on at least one node."""
     sent: float | None = None
     """Virtual time in seconds at which the request was last sent to a node before its first token; None before."""
     first: float | None = None
@@ -30,7 +32,7 @@ class RequestOutcome:
     tries: int = 0
     """Number of times that the request was sent to a node."""
     first_refused: bool = False
-    """Whether the node of the first try refused the request; False before a refusal."""
+    """Whether the node of the first try refused the request."""
     nodes: list[str] = field(default_factory=list[str])
     """Name of the node of each try, in order."""
 
@@ -47,8 +49,7 @@ class RequestOutcome:
             self.sent = now
 
     def record_token(self, now: float) -> bool:
-        """Record `now` (virtual seconds) as the time of the first token; later calls change nothing. Return whether
-        this was the first call."""
+        """Record that a token has arrived at `now` (virtual seconds). Return whether it is the first token."""
         if self.first is not None:
             return False
         self.first = now
@@ -59,12 +60,15 @@ class RequestOutcome:
         self.first_refused |= self.tries == 1
 
     def record_end(self, outcome: Outcome, now: float | None) -> None:
-        """Record the result; `now` is None for a request that never ended."""
+        """Record the result at `now` (virtual seconds); None for a request that never ended."""
         self.ended, self.outcome = now, outcome
 
 
 class OutcomeTable:
-    """Outcomes of all requests of one run, by request id. `log` receives one line for each notable event."""
+    """Table of the outcomes of all requests of one run.
+
+    `log(line)` is called with a line for each notable event; None disables the log.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, log: Callable[[str], None] | None) -> None:
         self._loop = loop
@@ -79,7 +83,7 @@ class OutcomeTable:
             self._log(f"{self._loop.time():.3f} {line}")
 
     def add(self, turn: ConversationTurn, *, fits: bool) -> None:
-        """Record the arrival of a request. `fits`: the request fits on some node that holds nothing else."""
+        """Record the arrival of a request. `fits` is whether it would fit alone on at least one node."""
         self.by_id[turn.id] = RequestOutcome(turn, self._loop.time(), fits)
         self.log_line(
             f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"
@@ -111,7 +115,7 @@ class OutcomeTable:
         return self.by_id.get(self._numbers.get(number, ""))
 
     def end(self, request_id: str, result: Outcome) -> bool:
-        """Record the end of a request; return whether its answer is complete. Raise `KeyError` for an unknown id."""
+        """Record the end of a request. Return whether its answer is complete. Raise `KeyError` for an unknown id."""
         outcome, now = self.by_id[request_id], self._loop.time()
         outcome.record_end(result, now)
         if isinstance(result, Finished):

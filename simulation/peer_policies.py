@@ -1,4 +1,4 @@
-"""Placement rules of peer projects, as far as a score of single nodes can express them."""
+"""Placement rules of other projects, as far as scores of single nodes can express them."""
 
 from router.placement.candidate import Candidate, ResourceDemand
 from wire.capacity.arithmetic import compute_occupied
@@ -7,7 +7,7 @@ from wire.report import Memory
 
 
 class RoundRobin:
-    """Policy that prefers the node to which the fewest requests were sent."""
+    """Policy that prefers the node to which the fewest requests were sent so far."""
 
     def __init__(self) -> None:
         self._turns: dict[NodeId, int] = {}
@@ -30,7 +30,10 @@ class LeastInFlight:
 
 
 class LeastLoad:
-    """Policy `least_load` of SMG: seconds of queued tokens, plus 0.15 s × k/(1−k) for the share k of memory in use."""
+    """Policy `least_load` of SMG (sglang-router): seconds of queued tokens, plus a term for the memory in use.
+
+    For the share k of memory in use, the term is 0.15 s × k/(1−k).
+    """
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the load of the node in seconds; less is better."""
@@ -39,7 +42,7 @@ class LeastLoad:
 
 
 class LinearCost:
-    """Policy of Dynamo: prefill tokens that the node has to process, plus tokens in decode. Speeds are ignored."""
+    """Policy of Dynamo: tokens that the node has to prefill, plus tokens of decode batches. Speeds are ignored."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the cost of the node in tokens; less is better."""
@@ -49,9 +52,9 @@ class LinearCost:
 
 
 class WeightedScorers:
-    """Policy of llm-d (Gateway API inference extension), by its weights: prefix cache 3, queue 2, memory 2.
+    """Policy of llm-d (Gateway API inference extension) with its weights: prefix cache 3, queue 2, memory 2.
 
-    The score of the queue is 0.5 without requests in flight, and falls to 0 at 128 of them.
+    The score of the queue is 0.5 without requests in flight, and decreases to 0 at 128 requests.
     """
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:

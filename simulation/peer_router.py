@@ -1,7 +1,7 @@
-"""Router of other products in a simulation: no memory filter, no reservations, no queue.
+"""Model of the routers of other products in a simulation: no memory filter, no reservations, no queue.
 
-`PeerRouter` sends a request to the first node of its rule (`peer_policies`). After a refusal it tries another node if
-there is one, with the pauses of sglang-router. A request is sent at most `MAX_TRIES` times.
+`PeerRouter` sends a request to the best node by its rule (`peer_policies`). After a refusal it tries another node if
+there is one, after the pauses of sglang-router. A request is sent at most `MAX_TRIES` times.
 """
 
 import itertools
@@ -23,14 +23,14 @@ from wire.refusals import FailureCode
 MAX_TRIES = 5
 """Maximum number of times that a request is sent to a node."""
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
-"""Seconds from the refusal or loss of the first try to the second try, and factor of the pause for each further try."""
+"""Pause in seconds between the refusal or loss of the first try and the second try, and its factor for later tries."""
 
 
 class PeerRouter:
-    """Router of other projects: sends a request to the best node by `policy`, without reservations and queue.
+    """Model of a router of other projects: sends a request to the best node by `policy`, without reservations or queue.
 
-    Only ready nodes that have the model are candidates.
-    `sample` is the number of random nodes that are compared for a request; 0: all. `seed` is for random choices.
+    Only ready nodes that have the model are candidates. `sample` is the number of random nodes that are compared for a
+    request; 0: all nodes. `seed` is the seed of random choices.
     """
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy, sample: int = 0) -> None:
@@ -45,7 +45,7 @@ class PeerRouter:
         self._begun: set[int] = set()
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view. Do not count the tokens of requests that the new reports already include."""
+        """Apply a new view. Tokens of requests that the new reports include are no longer added to the reports."""
         old = {node.id: node for node in self._view.nodes}
         self._view = view
         for node in view.nodes:
@@ -70,9 +70,9 @@ class PeerRouter:
             self._pool.record_end(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the loss of a node. Requests with a first token, or in their last try (`MAX_TRIES`), fail.
+        """Handle the loss of a node. Its requests with a first token, or in their last try (`MAX_TRIES`), fail.
 
-        All other requests are retried after a pause.
+        All other requests of the node are retried after a pause.
         """
         failure = RequestFailure(FailureCode.NODE_LOST, reason)
         for request in [number for number, live in self._live.items() if live[1] == node]:
@@ -97,10 +97,10 @@ class PeerRouter:
         return live
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Ignore freed memory, of which a real router learns only by reports."""
+        """Do nothing, because a real router learns of freed memory only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to the best node; fail the turn if no ready node has its model.
+        """Send a request to the best node; fail the request if no ready node has its model.
 
         If the best node has no link, try again after a pause, on another node if there is one (`MAX_TRIES`).
         """
@@ -143,4 +143,4 @@ class PeerRouter:
         )
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because this router has no resources to release."""

@@ -1,4 +1,4 @@
-"""Statistics of simulation runs, one row for each policy, and the table of rows."""
+"""Compute the statistics of simulation runs, one row for each policy, and render them as a table."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,14 +14,15 @@ from wire.refusals import Refused
 class RunStatistics:
     """Results of one policy in one scenario. Times are virtual, in seconds; `p50`, `p95` and `p99` are quantiles.
 
-    All values but `requests`, `loads`, `preemptions` and `seconds` are of the requests that fit on some node.
+    Only requests that would fit alone on at least one node count, except in `requests`, `loads`, `preemptions` and
+    `seconds`.
     """
 
     policy: str
     requests: int
     """Number of all requests."""
     fit: int
-    """Number of requests that fit on some node that holds nothing else."""
+    """Number of requests that would fit alone on at least one node."""
     served: int
     """Number of complete answers."""
     ttft_p50: float
@@ -38,7 +39,7 @@ class RunStatistics:
     """Median seconds from arrival to the last token. A request without a complete answer counts as infinite."""
     whole_p95: float
     wait_p50: float
-    """Median seconds from arrival to the last try before the first token, of complete answers."""
+    """Median seconds from arrival to the last try before the first token, for complete answers."""
     wait_p95: float
     loads: int
     """Number of model loads that were requested during the run."""
@@ -54,10 +55,10 @@ class RunStatistics:
 
 
 def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
-    """Return the statistics of a completed run. The ratios to the clairvoyant's times are NaN.
+    """Return the statistics of a completed run. The ratios to the clairvoyant router are NaN.
 
-    Requests that fit no node are only counted. The times of other requests without a complete answer are infinite.
-    `until` is the end of the arrivals in virtual seconds: tokens that are served later do not count for fairness.
+    Requests that fit on no node are only counted. The times of other requests without a complete answer are infinite.
+    `until` is the end of the arrivals in virtual seconds; later tokens do not count for fairness.
     """
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
     ttft = sorted(
@@ -101,9 +102,9 @@ def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout
     """Return Jain's fairness index over API keys, of the tokens that were served until `until` (virtual seconds).
 
     Served tokens are those of the prompts and answers of requests with a complete answer. Each key's tokens are divided
-    by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got everything. A single
-    key has 1, as has a run without served tokens. Requests that arrived in the last `timeout_seconds` before `until` do
-    not count, because their result is still open.
+    by the key's max-min fair share of all served tokens. An index of 1 means fair. An index of 1/n means that one of n
+    keys got all tokens. The index is 1 for a single key, and for a run without served tokens. Requests that arrived in
+    the last `timeout_seconds` before `until` do not count, because their result is still open.
     """
     demands: dict[str, float] = {}
     served: dict[str, float] = {}
@@ -154,7 +155,7 @@ _COLUMNS = (
 
 
 def render_table(rows: Sequence[RunStatistics]) -> str:
-    """Render rows as a text table: times in seconds, and `x p95` as a multiple of the clairvoyant's TTFT.
+    """Render rows as a text table. Times are in seconds; `x p95` is a multiple of the clairvoyant router's TTFT p95.
 
     An infinite value is rendered as `never`, NaN as `-`.
     """

@@ -1,13 +1,13 @@
 """Routers of a simulation: the dispatcher under any policy, rules of other projects, and a clairvoyant router.
 
-`ProductionRouter` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the
-memory filter leaves. `peer_router.PeerRouter` models a common router of another product.
+`ProductionRouter` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that pass
+the memory filter. `peer_router.PeerRouter` models a common router of another product.
 
-The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
-once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
-has room, the request waits. Waiting requests are tried whenever a node frees memory or the set of ready nodes changes,
-in the order in which they began to wait. A request that fits on no node fails. The router does not know future
-arrivals, so that better schedules can exist.
+The clairvoyant router knows every answer's length and every node's exact state without delay. Of the nodes with room
+for the complete request, it chooses the one with the earliest first token by the node's own forecast. If no node has
+room, the request waits. Whenever a node frees memory or the set of ready nodes changes, the router tries the waiting
+requests again, longest wait first. A request that fits on no node fails. The router does not know future arrivals, so
+that better schedules can exist.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from wire.node_state import NodeState
 
 
 class ProductionRouter:
-    """Router that uses the production dispatcher with a placement policy. `seed` is for random choices."""
+    """Router that uses the production dispatcher with a placement policy. `seed` is the seed of random choices."""
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy) -> None:
         self._pool = pool
@@ -75,10 +75,10 @@ class ProductionRouter:
         self.dispatcher.handle_lost_node(node, reason)
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Ignore freed memory, of which a real router learns only by reports."""
+        """Do nothing, because a real router learns of freed memory only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Submit a turn as a streaming request to the dispatcher, and consume its stream."""
+        """Submit a request to the dispatcher as a stream, and consume the stream."""
         job = RequestSpec(
             build_demand(turn),
             turn.key,
@@ -101,13 +101,13 @@ class ProductionRouter:
             self._pool.record_end(request.spec.request_id, request.outcome)
 
     def close(self) -> None:
-        """Stop the dispatcher. Raise `LedgerError` if its reservation ledger is inconsistent."""
+        """Stop the dispatcher. Raise `LedgerError` if its reservations are inconsistent."""
         self.dispatcher.shutdown()
         self.dispatcher.ledger.check()
 
 
 class OracleRouter:
-    """Clairvoyant router, with exact knowledge of all nodes and of the lengths of answers."""
+    """Clairvoyant router, which knows the exact state of all nodes and the length of every answer."""
 
     def __init__(self, pool: SimulatedPool) -> None:
         self._pool = pool
@@ -117,9 +117,9 @@ class OracleRouter:
         self._ready: frozenset[NodeId] = frozenset()
 
     def set_view(self, view: ClusterView) -> None:
-        """Update the set of ready nodes, and place waiting requests if the set changed.
+        """Update the set of ready nodes, and try waiting requests if the set has changed.
 
-        All other facts are read from the nodes directly.
+        The router reads everything else directly from the nodes.
         """
         ready = frozenset(node.id for node in view.nodes if node.state == NodeState.READY)
         if ready != self._ready:
@@ -127,9 +127,9 @@ class OracleRouter:
             self._wake(ready)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame of a request. After a refusal, let the request wait, and try all waiting requests at once.
+        """Apply a frame of a request. After a refusal, queue the request, and try all waiting requests at once.
 
-        A refusal is possible because two requests at one moment may collide on a node.
+        A node refuses if the router has sent it two requests at one moment and only one of them fits.
         """
         if isinstance(frame, Refusal):
             self._waiting.append(self._live.pop(frame.request)[0])
@@ -140,20 +140,20 @@ class OracleRouter:
             self._pool.record_end(turn.id, outcome)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Restart the requests of a lost node on ready nodes with room, or let them wait. A loss is not foreseen."""
+        """Restart the requests of a lost node on ready nodes with room, or queue them."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Place a turn now, or let it wait for memory; fail a turn that fits on no Mac of the scenario."""
+        """Place a request now, or queue it until memory is free. Fail a request that fits on no Mac of the scenario."""
         if not self._pool.can_ever_hold(turn):
             self._pool.record_end(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Try to place the waiting requests on this node only, because they did not fit on any other node before."""
+        """Try to place the waiting requests on this node. On the other nodes, they were tried before."""
         self._wake(self._ready & {node})
 
     def _wake(self, nodes: Collection[NodeId]) -> None:

@@ -1,4 +1,4 @@
-"""Runs of a scenario under each policy in turn, and comparison of the results with the clairvoyant router."""
+"""Run a scenario under each policy in turn, and compare the results with those of the clairvoyant router."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from simulation.workload import draw_conversations
 
 
 def load_scenario_texts() -> dict[str, str]:
-    """Return the TOML text of every scenario in the package, by name."""
+    """Return the TOML text of every scenario that the package contains, by name."""
     folder = resources.files("simulation") / "scenarios"
     return {
         file.name.removesuffix(".toml"): file.read_text("utf-8")
@@ -25,7 +25,7 @@ def load_scenario_texts() -> dict[str, str]:
 
 
 def load(name: str) -> tuple[Scenario, Path]:
-    """Read the scenario of the package with this name, or from a file. Return the scenario and its folder of traces.
+    """Read a scenario by its name in the package, or from a file. Return the scenario and the folder of its traces.
 
     Raise `ScenarioError` if there is no such scenario and no such file, or if the scenario is invalid.
     """
@@ -44,10 +44,10 @@ def load(name: str) -> tuple[Scenario, Path]:
 
 
 def select_policies(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
-    """Return the names of the policies to run, the clairvoyant first: the chosen ones, else the scenario's, else all.
+    """Return the names of the policies to run, beginning with the clairvoyant router.
 
-    A name may have underscores in place of hyphens, as in the setting `router.policy`.
-    Raise `ScenarioError` for an unknown policy.
+    They are the `chosen` names; without any, those of the scenario; without any there, all names. A name may have
+    underscores in place of hyphens, as in the setting `router.policy`. Raise `ScenarioError` for an unknown policy.
     """
     wanted = [name.replace("_", "-") for name in chosen or scenario.policies or NAMES]
     unknown = [name for name in wanted if name not in NAMES and name != CLAIRVOYANT]
@@ -78,8 +78,8 @@ def run_scenario(
 def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[RunStatistics]:
     """Run a scenario under all policies in turn, and yield each result when it is complete.
 
-    The ratios of a result are to the first of `policies`, which must be the clairvoyant (`select_policies`). Raise the
-    errors of `run_scenario`.
+    The ratios of a result compare it with the first of `policies`, which must be the clairvoyant router
+    (`select_policies`). `folder` is the folder of the scenario's traces. Raise the errors of `run_scenario`.
     """
     best: RunStatistics | None = None
     for policy in policies:

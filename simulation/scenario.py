@@ -37,7 +37,7 @@ class ScenarioError(ValueError):
 
 
 class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base: an unknown key is an error."""
+    """Base class of tables, in which an unknown key is an error."""
 
 
 class ModelSpec(_StrictTable, frozen=True):
@@ -55,11 +55,11 @@ class ModelSpec(_StrictTable, frozen=True):
     usual: Tokens = 256
     """Output tokens that nodes report to the router as expected."""
     transient: str = "256MiB"
-    """Size, with its unit, of the buffers that a forward pass needs for a moment."""
+    """Transient bytes of a forward pass, as a size with its unit."""
 
 
 class NodeSpec(_StrictTable, frozen=True):
-    """Macs of one kind: one with the name `name`, or several with the names `name-1`, `name-2`…"""
+    """Macs of one kind: one Mac with the name `name`, or several with the names `name-1`, `name-2`…"""
 
     name: Name
     chip: str
@@ -71,7 +71,7 @@ class NodeSpec(_StrictTable, frozen=True):
     models: tuple[Name, ...] = ()
     """Names of the models on the disk of each Mac; empty: all models of the scenario."""
     loaded: tuple[Name, ...] = ()
-    """Names of the models in memory at the start; they must be on the disk."""
+    """Names of the models in memory at the start, which must be on the disk."""
     batch: Count = 32
     """Maximum rows that decode on a node at once."""
     disk: str = "3GB"
@@ -83,15 +83,16 @@ class NodeSpec(_StrictTable, frozen=True):
 
 
 class Lengths(_StrictTable, frozen=True):
-    """Lognormal distribution of tokens or seconds. `sigma` is the standard deviation of the logarithm.
-
-    Values are limited to `least` and `most`.
-    """
+    """Lognormal distribution of a length in tokens or seconds, limited to the values from `least` to `most`."""
 
     median: Positive
+    """Median, in tokens or seconds."""
     sigma: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    """Standard deviation of the logarithm."""
     least: NotNegative = 1.0
+    """Minimum, in tokens or seconds."""
     most: Positive = 60_000.0
+    """Maximum, in tokens or seconds."""
 
 
 class LoadSpec(_StrictTable, frozen=True):
@@ -101,15 +102,18 @@ class LoadSpec(_StrictTable, frozen=True):
     key: Name = "all"
     """Name of the API key of the requests."""
     rate: NotNegative = 0.0
-    """Conversations that begin per second; 0 with `share` or `trace`."""
+    """Conversations that start per second; 0 with `share` or `trace`."""
     share: NotNegative = 0.0
-    """Average tokens per second that turns add to prompts, as a share of the total prefill speed of all nodes that have
-    the model. Conversations that the context cuts short lower it."""
+    """Average tokens per second that turns add to prompts, as a share of all capable nodes' total prefill speed.
+
+    Capable nodes have the model. 0 with `rate` or `trace`. Conversations that end early at the maximum context lower
+    the actual share.
+    """
     trace: str = ""
     """File of JSON lines with `at` (seconds after `begins`), `prompt`, `output` (tokens) and optionally `session`.
 
-    A line is one request. Requests that would begin at the end of the scenario or later are ignored. Of the other
-    fields, only `model`, `key`, `max_tokens` and `begins` apply to a trace.
+    A line is one request. Requests that would arrive at the end of the scenario or later are ignored. Of the other
+    fields, only `model`, `key`, `max_tokens` and `begins` apply to a trace. Empty with `rate` or `share`.
     """
     prompt: Lengths = Lengths(median=1000.0)
     """Tokens that each turn adds to the prompt, which also contains the earlier turns.
@@ -121,11 +125,11 @@ class LoadSpec(_StrictTable, frozen=True):
     max_tokens: Tokens | None = None
     """Limit of the answer that a request states, in tokens; None: requests state no limit."""
     turns: Annotated[float, Meta(ge=1, le=MAX_NUMBER)] = 1.0
-    """Average number of turns of a conversation that the context of the model does not end earlier."""
+    """Average number of turns of a conversation, without the effect of the maximum context."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
     """Seconds from an answer to the next turn."""
     bursts: Count = 1
-    """Number of conversations that begin at the same moment."""
+    """Number of conversations that start at the same moment."""
     begins: NotNegative = 0.0
     """Start of the load, in virtual seconds from the start of the scenario."""
     ends: Positive | None = None
@@ -133,7 +137,7 @@ class LoadSpec(_StrictTable, frozen=True):
 
 
 class EventSpec(_StrictTable, frozen=True):
-    """Fault or lease of a node, from `at` for `seconds`. Ignored if the node is down or silent at that time."""
+    """Fault or lease of a node. The event has no effect if the node is down or silent at its start."""
 
     at: NotNegative
     """Virtual time at which the event starts, in seconds."""
@@ -175,7 +179,7 @@ class Scenario(_StrictTable, frozen=True):
     """Seed for all random choices."""
 
     def get_model(self, name: str) -> ModelSpec:
-        """Return the model of this name. Raise `StopIteration` if the scenario has none."""
+        """Return the model with this name. Raise `StopIteration` if the scenario does not have it."""
         return next(model for model in self.models if model.name == name)
 
     def list_node_names(self) -> list[str]:

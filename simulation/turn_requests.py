@@ -1,4 +1,4 @@
-"""Requests of conversation turns, as a simulated router sees them."""
+"""Convert turns of conversations to requests for a simulated router."""
 
 from router.placement.candidate import ResourceDemand
 from simulation.workload import ConversationTurn
@@ -8,14 +8,14 @@ _MOST_MESSAGE = 4
 
 
 def build_demand(turn: ConversationTurn) -> ResourceDemand:
-    """Return the facts of a request that a router knows: model, bytes of the prompt, and limit of output tokens."""
+    """Return the demand of a request as a router knows it: model, bytes of the prompt, and limit of output tokens."""
     return ResourceDemand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
 def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return the messages of a turn, earlier turns first, each padded to four characters for each of its tokens.
+    """Return the messages of a turn and of the earlier turns in order, each padded to four characters per token.
 
-    Return no messages for a turn without shared texts.
+    Return no messages for a turn whose prompt shares no text with other turns.
     """
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))

@@ -1,7 +1,7 @@
-"""Workload of a simulation: arrivals and lengths of requests, drawn once from a scenario and equal for every policy.
+"""Draw the workload of a simulation, arrivals and lengths of requests, which is equal for every policy.
 
-A conversation is drawn completely before it begins. Only the times of its later turns depend on the answers, as with
-people: a slow system receives fewer requests.
+A conversation is drawn completely before its start. Only the times of its later turns depend on the answers, so that a
+slow system receives fewer requests, as from real users.
 """
 
 import math
@@ -17,7 +17,7 @@ from simulation.mac.hardware import CHIPS, compute_prefill_speed
 from simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, round_to_tokens
 
 BYTES_PER_TOKEN = 4.0
-"""Median of the bytes per prompt token."""
+"""Median of the drawn bytes per prompt token."""
 TOKEN_BYTES_SIGMA = 0.08
 """Sigma of the logarithm of the bytes per prompt token. The router estimates tokens from bytes."""
 MAX_REQUESTS = 500_000
@@ -26,14 +26,15 @@ MAX_REQUESTS = 500_000
 
 @dataclass(slots=True, eq=False)
 class ConversationTurn:
-    """One request of a simulated conversation."""
+    """Request of a simulated conversation, with the true length of its answer."""
 
     id: str
+    """Request id; empty until `rename`."""
     key: str
     """Name of the API key."""
     model: str
     prompt: int
-    """Tokens of the complete prompt, with the earlier turns."""
+    """Tokens of the complete prompt, including the earlier turns."""
     output: int
     """Tokens of the complete answer."""
     bytes: int
@@ -45,7 +46,8 @@ class ConversationTurn:
     session: str = ""
     """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
     conversation: tuple[tuple[str, int], ...] = ()
-    """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
+    """Texts of the prompt in order, as pairs of a name and a number of tokens. Equal names mean equal texts. Empty for
+    a prompt that shares no text with other prompts."""
 
     def rename(self, request_id: str) -> None:
         """Set the request id, once the order of all conversations is known."""
@@ -54,7 +56,7 @@ class ConversationTurn:
 
 @dataclass(slots=True, eq=False)
 class SimulatedConversation:
-    """Conversation of one client. Each turn after the first begins `think` seconds after the previous answer."""
+    """Conversation of one client. Each turn after the first arrives `think` seconds after the previous answer."""
 
     at: float
     """Virtual time of the first turn, in seconds from the start of the simulation."""
@@ -71,11 +73,10 @@ class _TraceLine(msgspec.Struct, frozen=True):
 
 
 def draw_conversations(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
-    """Draw all conversations of a scenario, and return them by start time. Traces are read from `folder`.
+    """Draw all conversations of a scenario with a seed, and return them by start time.
 
-    Request ids number the conversations by start time: `r0`, or `r0.0`, `r0.1` for several turns.
-
-    Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
+    Traces are read from `folder`. Request ids number the conversations by start time: `r0`, or `r0.0`, `r0.1` for
+    several turns. Raise `ScenarioError` if a trace cannot be read, or for more than `MAX_REQUESTS` conversations.
     """
     conversations: list[SimulatedConversation] = []
     for number, load in enumerate(scenario.load):
@@ -130,7 +131,7 @@ def _compute_mean(lengths: Lengths) -> float:
 
 
 def draw_length(lengths: Lengths, random: Random) -> float:
-    """Draw a length (tokens or seconds, as in `lengths`), limited to `least` and `most` of the distribution."""
+    """Draw a length in tokens or seconds from a distribution, limited to its `least` and `most`."""
     drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
     return min(lengths.most, max(lengths.least, drawn))
 

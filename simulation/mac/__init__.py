@@ -1,1 +1,1 @@
-"""Simulated Mac: the scripted engine with the costs of a chip, and the parts of its node."""
+"""Simulated Mac: the scripted engine with the speeds of a chip, and the other parts of its node."""

@@ -1,4 +1,4 @@
-"""Prefix cache of a simulated node: one entry for each ended chat, for its next turn. The oldest is evicted first."""
+"""Prefix cache of a simulated node: one entry for each ended chat, which its next turn reuses."""
 
 from collections import OrderedDict, deque
 from typing import NamedTuple
@@ -14,7 +14,7 @@ MAX_KEY_BYTES = 32
 
 
 class EndedChat(NamedTuple):
-    """Cached chat."""
+    """Cached KV of a chat after its last ended turn."""
 
     model: str
     tokens: int
@@ -29,7 +29,7 @@ def make_chat_key(session: str) -> bytes:
 
 
 class EndedChats:
-    """Ended chats of a simulated node, by session."""
+    """Cache of ended chats on a simulated node, by session. The least recently used chat is evicted first."""
 
     def __init__(self) -> None:
         self._chats: OrderedDict[str, EndedChat] = OrderedDict()
@@ -42,7 +42,7 @@ class EndedChats:
         return bool(self._chats)
 
     def find(self, session: str, model: str, prompt: int) -> int:
-        """Return the number of cached tokens, at most `prompt` − 1, of a prompt with `prompt` tokens.
+        """Return the number of cached tokens for a prompt of `prompt` tokens, at most `prompt` − 1.
 
         The result is 0 if the chat is not cached for this model, or `session` is empty.
         """
@@ -50,23 +50,23 @@ class EndedChats:
         return 0 if chat is None or chat.model != model else min(chat.tokens, prompt - 1)
 
     def use(self, session: str) -> None:
-        """Make a chat the newest one, if it is cached."""
+        """Mark a chat as the most recently used one, if it is cached."""
         if session in self._chats:
             self._chats.move_to_end(session)
 
     def put(self, session: str, chat: EndedChat) -> None:
-        """Cache an ended chat as the newest one. `session` must not be cached; see `discard`."""
+        """Cache an ended chat as the most recently used one. `session` must not be cached (`discard`)."""
         self._chats[session] = chat
         self.nbytes += chat.size
 
     def discard(self, session: str) -> None:
-        """Remove the last turn of a chat, if it is cached, because a later one takes its place."""
+        """Remove a chat, if it is cached, before `put` stores its later turn. This is not counted as an eviction."""
         chat = self._chats.pop(session, None)
         if chat is not None:
             self.nbytes -= chat.size
 
     def evict_oldest(self) -> None:
-        """Evict the oldest chat, and record its key for reports. Raise `KeyError` if no chat is cached."""
+        """Evict the least recently used chat, and record its key for reports. Raise `KeyError` if no chat is cached."""
         session, chat = self._chats.popitem(last=False)
         self.nbytes -= chat.size
         self._evictions += 1

@@ -1,6 +1,6 @@
-"""Forecast for one node: room, and the time to a first token if no further request arrives.
+"""Forecast for one node: whether a request fits, and its time to first token if no further request arrives.
 
-The clairvoyant router uses it (`simulation.routers`), which knows every answer's length.
+Only the clairvoyant router (`simulation.routers`), which knows every answer's length, uses the forecast.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ from wire.capacity.arithmetic import Fits, can_ever_fit, estimate_request_need, 
 class NodeForecast:
     """Forecast for one node. Times are virtual, in seconds.
 
-    `table` has the rows of the node's engine. `queued()` returns the node's requests whose prefill has not ended, also
-    those that wait for their model.
+    `table` has the rows of the node's engine. `queued()` returns the node's requests whose prefill has not ended,
+    including those that wait for their model.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class NodeForecast:
         self._queued = queued
 
     def fits(self, turn: ConversationTurn, now: float) -> bool:
-        """Return whether a request with its complete answer would fit now, if chats and idle models were evicted.
+        """Return whether a request with its complete answer would fit now, after evicting chats and idle models.
 
         Return False if the node does not have the model.
         """
@@ -63,7 +63,7 @@ class NodeForecast:
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
 
     def estimate_first_token(self, turn: ConversationTurn, now: float) -> float:
-        """Return the seconds to the first token of a request that arrives now, with the load of its model.
+        """Return the seconds to the first token of a request that arrives now, including the load of its model.
 
         Memory is not checked (`fits`). Raise `KeyError` if the node does not have the model.
         """
@@ -76,10 +76,10 @@ class NodeForecast:
 
 
 def compute_prefill_end(lefts: Sequence[float], *, decoding: bool) -> float:
-    """Return the seconds until the newest of these prefills ends. `lefts` are their remaining seconds, oldest first.
+    """Return the seconds until the newest of several prefills ends. `lefts` are their remaining seconds, oldest first.
 
-    Turns alternate between the shortest and the oldest prefill. With `decoding`, decode takes its share of the time.
-    `lefts` must not be empty.
+    The engine alternates between the shortest and the oldest prefill. `decoding` is whether rows decode, which takes a
+    share of the time. `lefts` must not be empty.
     """
     share = CHUNK_PER_STEP / (1 + CHUNK_PER_STEP) if decoding else 1.0
     return _compute_last_end(list(lefts)) / share

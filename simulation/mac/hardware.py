@@ -2,9 +2,9 @@
 
 Speeds are measurements of llama.cpp's users for a model of 7 billion parameters in 4 bits on Apple chips. Source: the
 public table of llama.cpp for Apple Silicon, with prompts of 512 tokens and answers of 128. Speeds of MLX differ by
-some tens of per cent, as do those of machines; only the ratio between chips matters here. Prefill is bound by compute:
-its time grows with the active parameters. Decode is bound by memory reads: the active parameters, and the KV caches of
-all running sequences.
+some tens of per cent, as do speeds of single machines; only the ratio between chips matters here. Prefill is bound by
+compute, and its time grows with the active parameters. Decode is bound by memory reads of the active parameters and of
+the KV caches of all running rows.
 """
 
 from collections.abc import Mapping
@@ -22,10 +22,10 @@ MEASURED_BYTES = 3.83e9
 BATCH_COST = 0.15
 """Time that each further row adds to a decode step, as a share of the time to read the weights."""
 METAL_SHARE = 0.75
-"""Metal's wired limit of a Mac with more than `METAL_SMALL` bytes of memory, as a share of the memory. The limit is the
-default cap of a node, because no other term is lower."""
+"""Metal limit of a Mac with more than `METAL_SMALL` bytes of RAM, as a share of the RAM. This limit is the default cap
+of a node, because no other term is lower."""
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""Metal's wired limit of a Mac with at most `METAL_SMALL` bytes of memory, as a share of the memory."""
+"""Metal limit of a Mac with at most `METAL_SMALL` bytes of RAM, as a share of the RAM; and that RAM in bytes."""
 BASE = 700 * 1024**2
 """Modelled footprint, in bytes, of an engine without models and chats."""
 
@@ -63,19 +63,19 @@ CHIPS = MappingProxyType(
 
 
 def compute_default_cap(memory: int) -> int:
-    """Return the default cap, in bytes, of a Mac with `memory` bytes."""
+    """Return the default cap, in bytes, of a Mac with `memory` bytes of RAM."""
     return int(memory * (METAL_SHARE_SMALL if memory <= METAL_SMALL else METAL_SHARE))
 
 
 def compute_prefill_speed(chip: Chip, billions: float) -> float:
-    """Return the prefill speed, in tokens per second, of a model with `billions` of active parameters."""
+    """Return the prefill speed, in tokens per second, of a model with `billions` billion active parameters."""
     return chip.prefill * MEASURED_BILLIONS / billions
 
 
 def estimate_step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
     """Return the seconds of one decode step of `rows` rows, whose KV caches have `kv_bytes` bytes.
 
-    `billions` are the active parameters of the model.
+    `billions` is the number of active parameters of the model, in billions.
     """
     read = billions / MEASURED_BILLIONS
     return (read * (1 + BATCH_COST * (rows - 1)) + kv_bytes / MEASURED_BYTES) / chip.decode
@@ -84,8 +84,8 @@ def estimate_step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: floa
 class ChipCosts:
     """Costs of the scripted engine on a chip (`node.engine.scripted.costs.EngineCosts`).
 
-    `models` are the active parameters in billions and the KV bytes of a token, by model. A decode step reads the
-    KV bytes of all committed tokens: for the same rows, it takes the same time until a commitment grows.
+    `models` maps a model to its active parameters in billions and its KV bytes per token. A decode step reads the KV
+    bytes of all committed tokens. With the same rows, its duration is therefore constant until a commitment grows.
     """
 
     free_prefill = False
@@ -99,16 +99,16 @@ class ChipCosts:
         }
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return the pace of a model's prefill chunks: the same number of seconds for each token.
+        """Return the pace of a model's prefill chunks, which is a constant number of seconds per token.
 
         Raise `KeyError` for an unknown model.
         """
         return self._paces[model]
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
-        """Return the seconds of a decode step of all rows: a step of each model after the other.
+        """Return the seconds of a decode step of all rows: the sum of one step for each model.
 
-        Raise `KeyError` for an unknown model.
+        `loads` are the rows and tokens to decode, by model. Raise `KeyError` for an unknown model.
         """
         return sum(
             estimate_step_seconds(self._chip, self._models[name][0], load.rows, load.tokens * self._models[name][1])

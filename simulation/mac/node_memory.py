@@ -1,4 +1,4 @@
-"""Memory of a simulated node: weights, commitments, ended chats and leases, by the arithmetic of the gate."""
+"""Memory of a simulated node: weights, commitments, ended chats and leases, checked by the arithmetic of the gate."""
 
 from node.engine.memory.gate import GateSite
 from simulation.mac.ended_chats import CACHE_SHARE, EndedChat, EndedChats
@@ -13,7 +13,7 @@ from wire.report import Memory
 class NodeMemory:
     """Memory of a simulated node with `total` bytes of RAM. `now` is in virtual seconds in all methods.
 
-    It is the memory of the scripted engine, which calls `check` (`node.engine.scripted.preemption.BatchMemory`).
+    The scripted engine uses this object as its memory (`node.engine.scripted.preemption.BatchMemory`).
     """
 
     def __init__(self, total: int, models: NodeModels, chats: EndedChats) -> None:
@@ -29,8 +29,8 @@ class NodeMemory:
     def read(self, now: float, *, reported: bool = False) -> Memory:
         """Return the memory at `now` (virtual seconds).
 
-        With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Otherwise it counts
-        as reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
+        `reported` is whether the result is for a report. Then the KV of tokens computed so far counts as active memory,
+        chats count as reusable, and `highest` is updated. Otherwise that KV counts as reserved; the sum is the same.
         """
         stored = committed = 0
         for model in self._models:
@@ -70,19 +70,17 @@ class NodeMemory:
     # the gate
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Return the refusal if `estimate` bytes in addition to the commitments do not fit at `now` (virtual seconds),
-        else None.
+        """Check whether `estimate` bytes fit in addition to the commitments. Return None, or the refusal.
 
-        Ended chats are evicted and idle models unloaded if that makes room. `site` has no effect.
+        Evict ended chats and unload idle models if that makes room. `site` has no effect.
         """
         return self.check_for(estimate, now, None)
 
     def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
-        """Return the refusal if `need` bytes in addition to the commitments do not fit at `now` (virtual seconds), else
-        None.
+        """Check whether `need` bytes fit in addition to the commitments. Return None, or the refusal.
 
-        Ended chats are evicted and idle models unloaded if that makes room. The model `keep` is never unloaded; None:
-        any may be.
+        Evict ended chats and unload idle models if that makes room. The model `keep` is never unloaded; with None, any
+        idle model may be unloaded.
         """
         if isinstance(judge(self.read(now), need), Fits):
             return None
@@ -113,9 +111,9 @@ class NodeMemory:
     # changes
 
     def change_lease(self, size: int, now: float) -> bool:
-        """Lease `size` bytes to a video at `now` (virtual seconds). Return False and change nothing if they do not fit.
+        """Lease `size` bytes to a video. Return False without a lease if they do not fit.
 
-        Chats are evicted and idle models unloaded if that makes room. A negative size ends a lease of that size.
+        Evict ended chats and unload idle models if that makes room. A negative size ends a lease of that size.
         """
         if size > 0 and self.check_for(size, now, None) is not None:
             return False
@@ -123,9 +121,10 @@ class NodeMemory:
         return True
 
     def keep_chat(self, session: str, model: SimulatedModel, tokens: int, now: float) -> None:
-        """Discard the previous turn of a chat. Cache its ended turn, of `tokens` tokens with the prompt, if it fits.
+        """Replace the cached turn of a chat by its ended turn, which has `tokens` tokens including the prompt.
 
-        The oldest chats are evicted to keep all chats within `CACHE_SHARE`. Do nothing if `session` is empty.
+        Evict the least recently used chats to keep all chats within `CACHE_SHARE`. If the turn does not fit, only
+        discard the previous one. Do nothing if `session` is empty.
         """
         if not session:
             return

@@ -1,4 +1,4 @@
-"""Models of a simulated node: in the catalogue, being loaded one at a time, and in memory."""
+"""Models of a simulated node, with their states: in the catalogue, loading (one at a time), or in memory."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ class SimulatedModel:
     used: float = 0.0
     """Virtual time in seconds at which a request for this model was last admitted or ended; 0 before the first."""
     ready_at: float = 0.0
-    """Virtual time in seconds at which the running load of this model ends; 0 if no load of this model runs."""
+    """Virtual time in seconds at which the running load of this model ends; 0 if its load does not run."""
     loading: bool = False
-    """Whether the model is being loaded, or waits for its turn to load."""
+    """Whether the model is being loaded, or waits until other loads have ended."""
     holds: int = 0
     """Number of requests for this model that have not ended."""
 
@@ -44,7 +44,7 @@ class SimulatedModel:
         return self.loaded and not self.holds
 
     def add_request(self, now: float) -> None:
-        """Count a request that was admitted at `now` (virtual seconds). It keeps the model in memory until its end."""
+        """Count a request that was admitted at `now` (virtual seconds). The model is not unloaded before its end."""
         self.holds, self.used = self.holds + 1, now
 
     def remove_request(self, now: float) -> None:
@@ -56,11 +56,11 @@ class SimulatedModel:
         self.loading = True
 
     def start_load(self, now: float) -> None:
-        """Start the load at `now` (virtual seconds): set the time at which it ends."""
+        """Start the load at `now` (virtual seconds), and compute `ready_at`."""
         self.ready_at = now + max(MIN_LOAD_SECONDS, self.model.load_seconds)
 
     def end_load(self) -> None:
-        """Record that the model is in memory."""
+        """Record that the load has ended and the model is in memory."""
         self.loading, self.loaded, self.ready_at = False, True, 0.0
 
     def unload(self) -> None:
@@ -78,7 +78,7 @@ class SimulatedModel:
         return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
 
     def to_report(self, now: float) -> Model:
-        """Return the model as a node reports it at `now`. Only a loaded model has speeds."""
+        """Return the model as a node reports it at `now` (virtual seconds). Only a loaded model has speeds."""
         groups = self.ledger.list_groups()
         if not self.loaded:
             progress = self.compute_progress(now) if self.loading else 0.0
@@ -117,11 +117,11 @@ class NodeModels:
         return self._models[name]
 
     def get(self, name: str) -> SimulatedModel | None:
-        """Return a model; None if the node does not have it."""
+        """Return the model with this name; None if the node does not have it."""
         return self._models.get(name)
 
     def add(self, spec: ModelSpec, *, loaded: bool) -> None:
-        """Add a model to the catalogue, and with `loaded` also to the memory.
+        """Add a model to the catalogue. `loaded` is whether it is in memory from the start.
 
         Raise ValueError for an invalid size in `spec`.
         """
@@ -145,10 +145,9 @@ class NodeModels:
         return {name: (model.spec.active, model.model.kv_per_token) for name, model in self._models.items()}
 
     def load(self, model: SimulatedModel, now: float) -> None:
-        """Request the load of a model at `now` (virtual seconds), after all loads that were requested before. Ignore a
-        model that is loading.
+        """Request the load of a model, which starts after all loads that were requested before.
 
-        The model must not be in memory. Room for its weights is not checked.
+        The model must not be in memory. Room for its weights is not checked. Do nothing if the model is loading.
         """
         if model.loading:
             return
@@ -159,9 +158,9 @@ class NodeModels:
             model.start_load(now)
 
     def estimate_load_seconds(self, model: SimulatedModel, now: float) -> float:
-        """Return the virtual seconds from `now` until a model would be in memory if it were requested now.
+        """Return the virtual seconds from `now` until a model would be in memory if its load were requested now.
 
-        Loads that were requested before come first.
+        Loads that were requested before are included. Return 0 for a model in memory.
         """
         if model.loaded:
             return 0.0
@@ -176,7 +175,10 @@ class NodeModels:
         return self._loading[0].ready_at if self._loading else None
 
     def end_load(self, now: float) -> SimulatedModel | None:
-        """Return the model whose load has ended at `now`, and start the next load; None if no load has ended."""
+        """Mark the model whose load has ended at `now` as loaded, start the next load, and return the model.
+
+        Return None if no load has ended.
+        """
         if not self._loading or self._loading[0].ready_at > now:
             return None
         model = self._loading.pop(0)

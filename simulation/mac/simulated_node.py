@@ -1,10 +1,11 @@
-"""Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
+"""Simulated Mac, which receives and sends the frames of a real node, in virtual time.
 
 Its engine is the scripted one (`node.engine.scripted.turns`), with the costs of the chip. This module admits requests
-and sends reports. `node_models` loads models, `node_memory` decides about memory by the arithmetic of the gate, and
+and sends reports. `node_models` loads models. `node_memory` decides about memory by the arithmetic of the gate, and
 evicts ended chats and idle models before a request is refused.
 
-Not modelled: texts, transients beyond one number for each model, preflight on a second thread, and other programs.
+The model does not include texts, transients beyond one number for each model, preflight on a second thread, and other
+programs.
 """
 
 import asyncio
@@ -40,9 +41,9 @@ class SimulatedRequest:
 class SimulatedNode:
     """Simulated Mac, which answers frames of the router in the virtual time of `loop`.
 
-    `send` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
-    called after a request has ended or was preempted, and at the end of a lease. Without `loads`, no model is in memory
-    at the start.
+    `send(frame)` sends a frame to the router. `turn_of(request_id)` returns the turn of a request, with its true
+    output. `changed()` is called after a request has ended or was preempted, and at the end of a lease. `loads` is
+    whether the models in `NodeSpec.loaded` are in memory at the start.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class SimulatedNode:
         return self._memory.highest
 
     def read_memory(self) -> Memory:
-        """Return the memory at this moment. The KV of running requests counts as `reserved`, not as `active`."""
+        """Return the current memory. The KV of running requests counts as `reserved`, not as `active`."""
         return self._memory.read(self._loop.time())
 
     def _list_queued(self) -> list[ScriptedSequence]:
@@ -266,7 +267,7 @@ class SimulatedNode:
         self._settle(max(self._loop.time(), self._due))
 
     def drop_requests(self) -> None:
-        """Delete all requests because the link is lost. The router gets no frames about them."""
+        """Delete all requests, because the link is lost, without sending frames about them."""
         now = self._interrupt()
         for request in list(self._requests.values()):
             self._engine.preemptor.drop(request.sequence, now)
@@ -274,9 +275,9 @@ class SimulatedNode:
         self._settle(now)
 
     def change_lease(self, size: int) -> bool:
-        """Lease `size` bytes to a video. Return False, without a lease, if they do not fit.
+        """Lease `size` bytes to a video. Return False without a lease if they do not fit.
 
-        Chats are evicted and idle models unloaded if that makes room. A negative size ends a lease of that size.
+        Evict ended chats and unload idle models if that makes room. A negative size ends a lease of that size.
         """
         now = self._interrupt()
         granted = self._memory.change_lease(size, now)
@@ -287,7 +288,7 @@ class SimulatedNode:
         return granted
 
     def stop(self) -> None:
-        """Cancel the timer of the next event, because the node stops. A later frame would start it again."""
+        """Stop the node: cancel the timer of its next event. A later frame would start the timer again."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -295,7 +296,7 @@ class SimulatedNode:
     # reports
 
     def report(self) -> Report:
-        """Return the node's report at this moment, with the next sequence number. Send the due frames first."""
+        """Return the current report of the node, with the next sequence number. Send the due frames first."""
         now = self._loop.time()
         self._emit(self._engine.turns.catch_up(now), now)
         self._sequence += 1
