@@ -1,1 +1,1 @@
-"""Tools for operation: the Mac check, the Homebrew formula, and examples of services and monitoring."""
+"""Tools for operators: the Mac check, the Homebrew formula, and examples of services and monitoring."""

@@ -1,13 +1,13 @@
-"""Check of the ctypes definitions against Apple's headers, by C++ static assertions generated from the definitions.
+"""Check the ctypes definitions against Apple's headers, by C++ static assertions generated from the definitions.
 
 The package `ziglang` has the headers of libSystem and the list of its symbols. Any machine can therefore compile the
-first part for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The package has no headers of IOKit and
-CoreFoundation. Only a Mac with Xcode's command line tools compiles the second part (the entry `layouts` of the Mac
-check).
+assertions about libSystem for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The package has no headers of
+IOKit and CoreFoundation. Only a Mac with Xcode's command line tools can compile the assertions about these (the entry
+`layouts` of the Mac check).
 
-Checked: size and offset of every field that Macpool reads, constants, and number, kind, width and sign of every
-argument and result. Not checked: the effect of a call, names of sysctls, and calls without a public header
-(`proc_reset_footprint_interval`, of which only the symbol is known).
+The assertions cover size and offset of every field that Macpool reads, constants, and number, kind, width and sign of
+every argument and result. They cover neither the effect of a call nor the names of sysctls. Of
+`proc_reset_footprint_interval`, a call without a public header, only the symbol is known.
 """
 
 import ctypes
@@ -42,14 +42,15 @@ HEADERS = (
 FRAMEWORK_HEADERS = ("stdint.h", "CoreFoundation/CoreFoundation.h", "IOKit/IOMessage.h", "IOKit/pwr_mgt/IOPMLib.h")
 """Headers of IOKit and CoreFoundation, which only a Mac has."""
 UNDECLARED = frozenset({"proc_reset_footprint_interval"})
-"""Calls that no public header declares; Apple publishes `libproc_internal.h` as source."""
+"""Calls that no public header declares. Apple publishes their header `libproc_internal.h` only as source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """ctypes structure to compare with Apple's structure."""
+    """ctypes structure and the structure of Apple's headers with which it is compared."""
 
     ours: type[ctypes.Structure]
+    """Definition of Macpool."""
     theirs: str
     """Apple's name of the structure, in C++."""
     fields: Mapping[str, str]
@@ -129,13 +130,16 @@ template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...
 
 
 def find_foreign_functions(holder: object) -> dict[str, Any]:
-    """Return the foreign functions (ctypes) among the attributes of an object, by symbol."""
+    """Return the foreign functions of ctypes among the attributes of an object, by symbol."""
     found = [one for one in vars(holder).values() if hasattr(one, "restype") and not isinstance(one, type)]
     return {call.__name__: call for call in found}
 
 
 def render_system_source(calls: Mapping[str, Any]) -> str:
-    """Return C++ source with the assertions about libSystem: layouts, constants, and prototypes of `calls`."""
+    """Return C++ source with the assertions about libSystem: layouts, constants, and prototypes of `calls`.
+
+    `calls` are foreign functions by symbol.
+    """
     lines = [
         *_render_headers(HEADERS),
         *(line for layout in LAYOUTS for line in _render_layout(layout)),
@@ -148,7 +152,10 @@ def render_system_source(calls: Mapping[str, Any]) -> str:
 
 
 def render_framework_source(calls: Mapping[str, Any]) -> str:
-    """Return C++ source with the assertions about IOKit and CoreFoundation: constants, and prototypes of `calls`."""
+    """Return C++ source with the assertions about IOKit and CoreFoundation: constants, and prototypes of `calls`.
+
+    `calls` are foreign functions by symbol.
+    """
     return (
         "\n".join(
             [*_render_headers(FRAMEWORK_HEADERS), *_render_constants(FRAMEWORK_CONSTANTS), *render_prototypes(calls)]
@@ -201,7 +208,7 @@ def _render_type(ours: Any) -> str:
 
 
 def check_layouts() -> Outcome:
-    """Compile all assertions against the SDK of this Mac, and return the outcome `pass`.
+    """Compile all assertions against the SDK of this Mac. Return the outcome `pass` if they hold.
 
     Raise `ToolError` if an assertion fails or the compiler is missing. Raise OSError if a framework cannot be loaded,
     and AttributeError if a library lacks a function.

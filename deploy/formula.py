@@ -1,8 +1,8 @@
-"""Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
+"""Render the Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
 
 In the formula, uv creates an environment with a separate Python below the formula's folder, because Homebrew cannot
-build MLX's wheels as resources. The formula has no service: `brew services` starts a user agent, which macOS keeps from
-the local network. The formula's caveats name `cluster service install` instead.
+build MLX's wheels as resources. The formula has no service, because `brew services` starts a user agent, and macOS does
+not allow user agents to use the local network. The formula's caveats name `cluster service install` instead.
 """
 
 import re
@@ -49,7 +49,8 @@ end
 def render_formula(version: str, url: str, sha256: str) -> str:
     """Return the formula of a release, as Ruby source.
 
-    Raise `ValueError` for an invalid version, an address that is not an HTTPS archive, or an invalid SHA-256.
+    `url` is the HTTPS address of the source archive, `sha256` its digest in hex digits. Raise `ValueError` for an
+    invalid version, URL or digest.
     """
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:[a-z0-9.+-]*)", version):
         raise ValueError(f"{version!r} is not a version")

@@ -1,8 +1,8 @@
-"""The Mac check (`make mac-check`): run the checks that need a Mac, print the outcomes, and write a report.
+"""Run the checks that need a Mac (`make mac-check`), print their outcomes, and write a report.
 
-The page docs/macos-checklist.md describes each entry under the same id: its meaning, the expected result, and the
-remedy for a different result. Manual entries are in the report with a box to fill in. Exit code 0: no entry failed; 1:
-an entry failed; 2: this machine is not a Mac.
+The page docs/macos-checklist.md describes each entry under its id: its meaning, the expected result, and the remedy for
+a different result. Manual entries are in the report with a box to fill in. The exit code is 0 if no entry failed, 1 if
+an entry failed, and 2 if this machine is not a Mac.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One check of the Mac check."""
+    """Entry of the Mac check: one automatic or manual check."""
 
     id: str
     """Name on the command line and in docs/macos-checklist.md."""
@@ -37,7 +37,7 @@ class Entry:
 
     @property
     def mode(self) -> Literal["automatic", "manual", "by name only"]:
-        """Way in which the check is run."""
+        """How the check is run; `by name only` for a risky check."""
         return "by name only" if self.risky else "automatic" if self.run else "manual"
 
 
@@ -98,8 +98,8 @@ ENTRIES = (
 def run_entry(entry: Entry, *, is_named: bool = False) -> Outcome:
     """Run one entry and return its outcome.
 
-    Skip a manual entry, and a risky one that is not named on the command line (`is_named`). The outcome is `fail` if
-    the entry raises an error, such as `ToolError`, or a process that it started does not end in time.
+    The outcome is `skip` for a manual entry, and for a risky entry that is not named on the command line (`is_named`).
+    The outcome is `fail` if the entry raises an error.
     """
     if entry.run is None:
         return create_skip(f"by hand: docs/macos-checklist.md, {entry.id}")
@@ -112,7 +112,7 @@ def run_entry(entry: Entry, *, is_named: bool = False) -> Outcome:
 
 
 def render_report(outcomes: list[tuple[Entry, Outcome]]) -> str:
-    """Return outcomes as a Markdown page, with their texts unchanged."""
+    """Return outcomes as a Markdown page. A `|` in their texts becomes `/`."""
     memory = next((outcome.text for entry, outcome in outcomes if entry.id == "total-memory"), "")
     lines = [
         "# Mac check",
@@ -142,7 +142,7 @@ def _describe_commit() -> str:
 
 
 def main() -> int:
-    """Run the entries on the command line, or all entries that are not risky. Return the exit code.
+    """Run the entries on the command line, or without any all entries that are not risky. Return the exit code.
 
     Print the outcomes and write the report. Raise OSError if the report cannot be written, SystemExit for an unknown
     entry.

@@ -25,7 +25,7 @@ MODEL = ROOT / "node" / "models" / "macpool-tiny"
 ENGINE_TIMEOUT_SECONDS = 180.0
 """Maximum time of the engine process, in seconds."""
 MAX_GROWTH_BYTES = 64 * MIB
-"""Bytes by which the footprint may grow more than MLX's own count during the answers."""
+"""Maximum bytes by which the growth of the footprint during the answers may exceed MLX's own count."""
 
 
 SPIN = """
@@ -49,10 +49,10 @@ except RuntimeError as error:
 
 
 def check_engine_answers() -> Outcome:
-    """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
+    """Check that an engine process answers the trained prompts of the embedded model, and check its footprint.
 
-    The entry passes if every answer is equal to the trained one, and the footprint grew at most `MAX_GROWTH_BYTES` more
-    than MLX counts. The entry is skipped without MLX. Raise `ToolError` if the process fails, and
+    The entry passes if every answer is equal to the trained one, and the footprint grows at most `MAX_GROWTH_BYTES`
+    more than MLX's own count. The entry is skipped without MLX. Raise `ToolError` if the process fails, and
     `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
     """
     if find_spec("mlx") is None:
@@ -67,10 +67,10 @@ def check_engine_answers() -> Outcome:
 
 
 def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
-    """Check how late the footprint falls after MLX has freed `size` bytes.
+    """Check how long the footprint takes to fall after MLX has freed `size` bytes.
 
-    The entry passes if the footprint falls by seven eighths of `size` within
-    `node.engine.memory.trailing.TRAILING_SECONDS`. The entry is skipped without MLX.
+    The entry passes if the footprint falls by `RETURNED_SHARE` of `size` within `TRAILING_SECONDS` (both in
+    `node.engine.memory.trailing`). The entry is skipped without MLX.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
@@ -104,10 +104,10 @@ def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
 
 
 def check_device_error() -> Outcome:
-    """Check that MLX raises an error with a message that the engine knows, after macOS has ended a command buffer.
+    """Check that the engine recognizes the error of MLX after macOS has ended a command buffer.
 
     The entry passes if `node.engine.process.device_errors.is_device_error` is true for the exception. The entry is
-    skipped without Metal. Raise `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
+    skipped without MLX or Metal. Raise `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
@@ -129,7 +129,7 @@ def check_device_error() -> Outcome:
 
 
 def check_soft_end() -> Outcome:
-    """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before.
+    """Check that an engine process unloads its model and ends in time after a SIGTERM during an answer.
 
     The time limit is `node.engine.process.main.EXIT_TIMEOUT_SECONDS`. The entry is skipped without MLX.
     """
@@ -193,7 +193,7 @@ def _run_engine() -> dict[str, float]:
 
 
 def deliver_frame(engine: "Engine", frame: "Frame") -> "list[Frame]":
-    """Pass a frame to an engine in this process, as the engine's threads would, and return the immediate answers."""
+    """Pass a frame to an engine in this process, in place of the engine's threads. Return the immediate answers."""
     from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
     said: list[Frame] = []

@@ -1,4 +1,4 @@
-"""Entries of the Mac check about memory and the machine: Macpool's readings, compared with the system's tools."""
+"""Entries of the Mac check about memory and the machine, which compare Macpool's readings with the system's tools."""
 
 import asyncio
 import platform
@@ -23,20 +23,20 @@ ALLOCATE_PROGRAM = "import os, sys; block = os.urandom(2**20) * 1024; print(len(
 ACTIVE_SHARE = 0.5
 """Share of the active pages that counts as reclaimable."""
 MAX_CLOCK_DIFFERENCE_SECONDS = 0.5
-"""Seconds by which the clock of the event loop may differ from `time.monotonic`."""
+"""Maximum difference in seconds between the clock of the event loop and `time.monotonic`."""
 MAX_METAL_DIFFERENCE = 0.03
-"""Share by which the assumed limit of Metal may differ from the device's figure."""
+"""Maximum difference between the assumed Metal limit and that of the device, as a share."""
 METAL_PROGRAM = (
     "import mlx.core as mx; "
     "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
     "['max_recommended_working_set_size'])"
 )
-"""Program of a child that prints Metal's limit in bytes. A child is used because this process does not import MLX."""
+"""Program of a child that prints the Metal limit in bytes. This process itself does not import MLX."""
 
 
 @contextmanager
 def hold_gibibyte() -> Generator[int]:
-    """Yield the process id of a child that holds 1 GiB of written memory while the context is open."""
+    """Yield the process id of a child that uses 1 GiB of written memory while the block runs."""
     with subprocess.Popen(
         [sys.executable, "-c", ALLOCATE_PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -46,10 +46,10 @@ def hold_gibibyte() -> Generator[int]:
 
 
 def check_footprint() -> Outcome:
-    """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`.
+    """Check Macpool's footprint of a child that uses 1 GiB against the tools `footprint` and `vmmap -summary`.
 
-    Each difference may be 6 %, and the footprint must be between 1 and 1.25 GiB. The entry is skipped if neither tool
-    answers.
+    Each difference may be up to 6 %, and the footprint must be from 1 to 1.25 GiB. The entry is skipped if neither tool
+    prints a footprint.
     """
     with hold_gibibyte() as pid:
         ours = LibSystem().read_footprint(pid)
@@ -74,13 +74,13 @@ def check_footprint() -> Outcome:
 
 
 def check_total_memory() -> Outcome:
-    """Check Macpool's figure of the RAM against `sysctl hw.memsize`. Raise `ToolError` if sysctl fails."""
+    """Check Macpool's reading of the RAM against `sysctl hw.memsize`. Raise `ToolError` if sysctl fails."""
     ours, theirs = describe_machine().memory, int(run_tool("/usr/sbin/sysctl", "-n", "hw.memsize"))
     return create_outcome(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
 def check_wired_limit() -> Outcome:
-    """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set.
+    """Check Macpool's reading of the wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set.
 
     Raise `ToolError` if sysctl fails.
     """
@@ -89,9 +89,9 @@ def check_wired_limit() -> Outcome:
 
 
 def check_metal_share() -> Outcome:
-    """Check the limit of Metal that a node assumes against recommendedMaxWorkingSetSize, which MLX reads in a child.
+    """Check the Metal limit that a node assumes against the device's, which MLX reads in a child process.
 
-    The entry is skipped without MLX.
+    The limit of the device is recommendedMaxWorkingSetSize. The entry is skipped without MLX.
     """
     system = LibSystem()
     try:
@@ -104,10 +104,10 @@ def check_metal_share() -> Outcome:
 
 
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
-    """Return the outcome for Metal's limit that the device reports, against the limit that a node assumes.
+    """Return the outcome of the comparison of the Metal limit that the device reports with the assumed limit.
 
-    The assumed limit is `wired` unless that is None, otherwise the estimate for `total` bytes of RAM under the system
-    `system`, such as "macOS 26.1". All sizes are in bytes. The difference may be `MAX_METAL_DIFFERENCE`.
+    The assumed limit is `wired`. If that is None, it is the estimate for `total` bytes of RAM with the system `system`,
+    such as "macOS 26.1". All sizes are in bytes. The difference may be up to `MAX_METAL_DIFFERENCE`.
     """
     assumed, source = (
         (estimate_metal_limit(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
@@ -119,10 +119,10 @@ def compare_metal(reported: int, total: int, wired: int | None, system: str) -> 
 
 
 def check_reclaimable() -> Outcome:
-    """Check Macpool's figure of reclaimable memory against the pages that `vm_stat` counts at about the same moment.
+    """Check Macpool's reading of reclaimable memory against the pages that `vm_stat` counts at about the same moment.
 
-    The difference may be 5 %. `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes
-    them. Raise `ToolError` if `vm_stat` fails.
+    The difference may be up to 5 %. `vm_stat` excludes speculative pages from the free pages; psutil's `available`
+    includes them. Raise `ToolError` if `vm_stat` fails.
     """
     listing, pages = run_tool("/usr/bin/vm_stat"), read_virtual_memory()
     ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)
@@ -138,15 +138,18 @@ def check_reclaimable() -> Outcome:
 
 
 def check_chip() -> Outcome:
-    """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`. Raise `ToolError` if sysctl fails."""
+    """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`.
+
+    The name must also begin with "Apple". Raise `ToolError` if sysctl fails.
+    """
     ours, theirs = LibSystem().read_chip_name(), run_tool("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
     return create_outcome(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
 
 def check_identity() -> Outcome:
-    """Check that the machine's id follows from the hardware's UUID, and is the same in another process.
+    """Check that the machine id is derived from IOPlatformUUID, and is equal in another process.
 
-    Raise `ToolError` if the process or `ioreg` fails.
+    On systems other than macOS, compare only the two processes. Raise `ToolError` if the process or `ioreg` fails.
     """
     code = "from node.agent.machine_id import compute_machine_id; print(compute_machine_id())"
     again = run_tool(sys.executable, "-c", code).strip()
@@ -160,7 +163,7 @@ def check_identity() -> Outcome:
 
 
 def check_power() -> Outcome:
-    """Check that the power source and the time since the last input can be read. A Mac may have no battery."""
+    """Check that the power source and the time since the last input can be read. A Mac without a battery passes."""
     now = read_power()
     charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
     touched = "last input unknown" if now.idle_s is None else f"last input {now.idle_s:.1f} s ago"
@@ -172,7 +175,7 @@ def check_power() -> Outcome:
 def check_clocks() -> Outcome:
     """Check that the clock of the event loop is `time.monotonic`.
 
-    The check proves something only if this Mac has slept since its start, because only a sleep makes clocks differ.
+    The check is meaningful only if this Mac has slept since its start, because only a sleep makes clocks differ.
     """
 
     async def compare() -> float:

@@ -1,4 +1,4 @@
-"""Entries of the Mac check about sockets, children and the local network."""
+"""Entries of the Mac check about sockets, child processes and the local network."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from wire.identity import SERVICE_TYPE
 from wire.link.endpoint import MAX_BUFFERED_BYTES, TCP_NOTSENT_LOWAT
 
 PEER = "MACPOOL_CHECK_PEER"
-"""Environment variable with HOST:PORT of another machine on the LAN. Without it, the check chooses a machine."""
+"""Environment variable with HOST:PORT of another machine on the LAN. Without it, the check chooses one."""
 BLOCKED_ERRNO = 65
 """EHOSTUNREACH on macOS: the error of a connection that local network privacy blocks."""
 CONNECT_TIMEOUT_SECONDS = 3.0
@@ -35,7 +35,7 @@ NONCE = 7
 
 
 def check_notsent_lowat() -> Outcome:
-    """Check that TCP_NOTSENT_LOWAT can be set on a connection, as every link does, and is read back unchanged."""
+    """Check that TCP_NOTSENT_LOWAT, which every link sets, can be set on a connection and is read back unchanged."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
         try:
             line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_BUFFERED_BYTES)
@@ -50,7 +50,8 @@ def check_notsent_lowat() -> Outcome:
 def check_child_eof() -> Outcome:
     """Check that an engine process answers a ping, and ends within 1 s after its socket is closed.
 
-    The process inherits the socket, as from the agent. Raise `WireError` if the process sends an invalid frame.
+    The process inherits the socket, as an engine does from the agent. Raise `WireError` if the process sends an invalid
+    frame.
     """
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
@@ -94,7 +95,7 @@ def _receive_pong(line: socket.socket) -> bool:
 def check_local_network() -> Outcome:
     """Check that local network privacy does not block a connection to another machine of the LAN.
 
-    The gateway is never blocked, and is tried for comparison. Skip the check if no other machine answers. Raise
+    The gateway is never blocked, and is tried for comparison. The entry is skipped if no other machine answers. Raise
     ValueError if the variable `PEER` does not end with a port number.
     """
     try:
@@ -150,7 +151,7 @@ def _describe_result(code: int | None) -> str:
 def check_bonjour() -> Outcome:
     """Check that Macpool's search and `dns-sd -B` find an announced Bonjour record, and that `dns-sd` sees its end.
 
-    Skip the check on a machine without a LAN address. Raise OSError if `dns-sd` cannot be started.
+    The entry is skipped on a machine without a LAN address. Raise OSError if `dns-sd` cannot be started.
     """
     return asyncio.run(_run_bonjour())
 

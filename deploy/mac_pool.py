@@ -1,4 +1,4 @@
-"""Entries of the Mac check about the command `cluster`: its speed, and the name of a Mac on the LAN."""
+"""Entries of the Mac check about the command `cluster`: its speed, and the endpoint under the Mac's name on the LAN."""
 
 import re
 import resource
@@ -23,7 +23,7 @@ STOP_TIMEOUT_SECONDS = 30.0
 
 
 def check_help_cpu() -> Outcome:
-    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `MAX_HELP_CPU_SECONDS`.
+    """Check that the minimum CPU time of `RUNS` runs of `cluster --help` is at most `MAX_HELP_CPU_SECONDS`.
 
     Raise `ToolError` if the command fails.
     """
@@ -39,7 +39,10 @@ def _measure_cpu() -> float:
 
 
 def check_local_name() -> Outcome:
-    """Check that a coordinator that listens on all interfaces answers `/livez` under the NAME.local that it prints."""
+    """Check that a coordinator on all interfaces answers `/livez` under the name NAME.local that it prints.
+
+    NAME must be the LocalHostName of this Mac.
+    """
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         command = [
             *CLI,

@@ -1,9 +1,9 @@
-"""The entry of the Mac check that may panic the Mac: two streams with buffer churn, unwired and then wired.
+"""Entry of the Mac check that may panic the Mac: two streams with buffer churn, unwired and then wired.
 
-The entry repeats the controlled test of https://github.com/ml-explore/mlx/issues/3186 on Macpool's engine for a bounded
-time. The load is two streams of unique long prompts with long and short answers, and a prefix cache that overflows. In
-the issue the stock server panicked after 102 to 108 s with a wired limit set, and never without a limit. Unverified on
-macOS.
+The entry repeats the controlled test of https://github.com/ml-explore/mlx/issues/3186 with Macpool's engine, for a
+bounded time. The load is two streams of unique long prompts with long and short answers, and a prefix cache that
+overflows. In the issue, the server of mlx-lm panicked the Mac after 102 to 108 s with a wired limit, and never without
+a limit. Unverified on macOS.
 """
 
 import argparse
@@ -22,17 +22,17 @@ from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip
 from wire.units import show_size
 
 MODEL_VARIABLE = "MACPOOL_CHECK_MODEL"
-"""Environment variable with the folder of a model. Best is a model of at least a quarter of the Mac's memory."""
+"""Environment variable with the folder of a model, ideally of at least a quarter of the Mac's memory."""
 RUN_SECONDS = 240.0
-"""Duration of each of the two runs after the model load: more than twice the time to the panic."""
+"""Duration of each of the two runs after the model load in seconds: more than twice the time to the panic."""
 LOAD_TIMEOUT_SECONDS = 1800.0
 """Maximum time to load the model, in seconds."""
 WORDS = 12_000
-"""Words of a prompt."""
+"""Number of words in a prompt."""
 ANSWERS = (16, 400)
-"""Tokens of a short answer and of a long one."""
+"""Tokens of a short answer, and of a long answer."""
 STREAMS = 2
-"""Concurrent requests."""
+"""Number of concurrent requests."""
 CACHE = "1GiB"
 """Size of the prefix cache, which a few of the prompts fill."""
 PROGRESS = Path("mac-check-wired.log")
@@ -42,10 +42,10 @@ PROGRESS_SECONDS = 5.0
 
 
 def check_wired_stress() -> Outcome:
-    """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
+    """Run the workload with `memory.wire` off and then on, each in a separate process.
 
-    The entry is skipped without the variable `MODEL_VARIABLE`. Raise `ToolError` if a process fails, and
-    `subprocess.TimeoutExpired` if it does not end in time.
+    The entry passes if both processes end without an error. It is skipped without the variable `MODEL_VARIABLE`. Raise
+    `ToolError` if a process fails, and `subprocess.TimeoutExpired` if it does not end in time.
     """
     model = os.environ.get(MODEL_VARIABLE)
     if not model:
@@ -73,7 +73,7 @@ def _run_process(model: Path, wire: str) -> dict[str, float]:
 def main() -> None:
     """Run the workload once in this process, and print the results as one line of JSON.
 
-    Raise `ToolError` and `OSError` as `run_churn`.
+    Raise the errors of `run_churn`.
     """
     parser = argparse.ArgumentParser(prog="mac_wired_stress")
     parser.add_argument("model", type=Path)
@@ -85,11 +85,12 @@ def main() -> None:
 def run_churn(
     model: Path, wire: str, progress: Path, *, seconds: float = RUN_SECONDS, words: int = WORDS, cache_size: str = CACHE
 ) -> dict[str, float]:
-    """Run an engine in this process with two streams for `seconds` after the load of the model in a folder.
+    """Load the model in a folder into an engine in this process, and run two streams for `seconds`.
 
     `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache_size` the size of the prefix cache.
-    Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
-    evictions. Raise `ToolError` if the model cannot be loaded, OSError if `progress` cannot be written.
+    The progress is appended to the file `progress`. Return the number of `requests` and prefix `evictions`, the `wired`
+    bytes, the `seconds`, and the `speed` in tokens per second. Raise `ToolError` if the model cannot be loaded, OSError
+    if `progress` cannot be written.
     """
     from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder

@@ -1,4 +1,4 @@
-"""Outcomes of the Mac check's entries, and calls of the system's tools."""
+"""Create the outcomes of the Mac check's entries, and run the system's tools."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ class Outcome:
     """Result of one entry of the Mac check."""
 
     status: Literal["pass", "fail", "skip"]
-    """Result; `skip` if the entry could not be checked here."""
+    """Result of the check; `skip` if this machine cannot run it."""
     text: str
     """Numbers that decided the status, or the reason for a skip."""
 
@@ -31,13 +31,15 @@ def create_outcome(good: bool, text: str) -> Outcome:
 
 
 def create_skip(why: str) -> Outcome:
-    """Return the outcome `skip` with its reason."""
+    """Return the outcome `skip` with a reason."""
     return Outcome("skip", why)
 
 
 class ToolError(Exception):
-    """Raised if a system tool is missing, fails, or prints unknown output, or if an engine of the check fails. The text
-    names the tool or the engine, and the problem."""
+    """Raised if a system tool is missing, fails, or prints unknown output, or if an engine of the check fails.
+
+    The text names the tool or the engine, and the problem.
+    """
 
 
 def run_tool(*command: str) -> str:
@@ -57,7 +59,7 @@ def run_tool(*command: str) -> str:
 
 
 def parse_number(text: str, pattern: str) -> int:
-    """Return the first group of a pattern's first match in a text as a number. Raise `ToolError` without a match."""
+    """Return the number in the first group of a pattern's first match in a text. Raise `ToolError` without a match."""
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
         raise ToolError(f"{pattern!r} is not in the output: {text.strip()[:200]!r}")
@@ -65,9 +67,9 @@ def parse_number(text: str, pattern: str) -> int:
 
 
 def parse_size(text: str, title: str) -> int:
-    """Return the size after `title`, in bytes, in the format of `footprint` (`1034 MB`) or `vmmap` (`1.0G`).
+    """Return the size in bytes that follows `title` in the output of `footprint` (`1034 MB`) or `vmmap` (`1.0G`).
 
-    Both tools count in powers of 1024 with any unit name. Raise `ToolError` if there is no size.
+    With every unit name, both tools count in powers of 1024. Raise `ToolError` if there is no size.
     """
     found = re.search(re.escape(title) + r":\s+([\d.]+)\s*([KMG]?B?)\b", text)
     if found is None:
@@ -76,5 +78,5 @@ def parse_size(text: str, title: str) -> int:
 
 
 def is_near(one: int, other: int, share: float) -> bool:
-    """Return whether two sizes differ by at most `share` (0 to 1) of the larger."""
+    """Return whether two sizes differ by at most `share` (0 to 1) of the larger size."""
     return abs(one - other) <= share * max(one, other)
