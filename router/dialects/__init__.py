@@ -1,1 +1,1 @@
-"""Client dialects: translate request bodies to frames and frames to answers."""
+"""Client dialects: convert request bodies to requests for the dispatcher, and their results to answers."""

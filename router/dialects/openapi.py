@@ -1,4 +1,4 @@
-"""OpenAPI description of the plain ASGI routes, for the control app to merge into its own."""
+"""OpenAPI description of the plain ASGI routes, which the control app merges into its own description."""
 
 from http import HTTPStatus
 from typing import Any
@@ -20,9 +20,9 @@ _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
 _EARLY = frozenset({400, 403, 415, 417, 421, 431, 501})
-"""Statuses that may be sent before the route is known, and then in OpenAI's shape for every dialect."""
+"""Error statuses that may be sent before the route is known, and then in OpenAI's format for every dialect."""
 ALWAYS = (400, 401, 403, 405, 415, 417, 421, 431, 501)
-"""Error statuses that every route with a key may send."""
+"""Error statuses that every route that requires a key may send."""
 _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
 _ERROR: dict[str, Any] = {
@@ -146,7 +146,8 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v2/rerank": (CohereRerankBody, "cohere_rerank", "Score documents for a query, in Cohere's format", ""),
     "/api/show": (OllamaShowBody, "ollama_show", "Return one model, in Ollama's format", ""),
 }
-"""Routes with a body: its model, the operation, its summary, and the content type of its stream, if any."""
+"""Routes with a body: its model, the id and the summary of the operation, and the content type of its stream, if any.
+"""
 
 
 _FORM = "multipart/form-data"
@@ -155,11 +156,10 @@ _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/character
 
 
 def describe_error(path: str, status: int) -> dict[str, Any]:
-    """Return the OpenAPI response of an error: its reason, and its schema in the dialect of the route.
+    """Return the OpenAPI response object of an error: its reason, and its schema in the dialect of the route `path`.
 
-    For a status that may be sent before the route is known, OpenAI's schema is an alternative.
-
-    Raise `KeyError` for a status without a text in `REASONS`.
+    For a status that may be sent before the route is known, the schema of OpenAI's errors is an alternative. Raise
+    `KeyError` if `REASONS` has no text for the status.
     """
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
@@ -172,7 +172,7 @@ def describe_error(path: str, status: int) -> dict[str, Any]:
 
 
 def build_openapi_paths() -> dict[str, Any]:
-    """Return the OpenAPI path items. They refer to the schemas of `build_openapi_schemas`."""
+    """Return the OpenAPI path items, by path. They refer to the schemas of `build_openapi_schemas`."""
     return {
         **{path: {"post": _build_post_operation(path, *about)} for path, about in _BODIES.items()},
         "/v1/models": {

@@ -1,1 +1,1 @@
-"""Anthropic's messages API."""
+"""Anthropic's messages API: `/v1/messages` and `/v1/messages/count_tokens`."""

@@ -1,5 +1,7 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies to the parts of a Generate frame, or to a
-CountTokens frame."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies.
+
+The result is the parts of a `Generate` frame, or a `CountTokens` frame.
+"""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -39,9 +41,10 @@ from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Me
 
 ANTHROPIC = DialectStyle(encode_error, names=(b"request-id", b"x-request-id"))
 NO_THREADS = "thread_unsupported_request"
-"""Code of the refusal of `thread`, with which a client sends only its new messages.
+"""Code of the refusal of the field `thread`, with which a client sends only its new messages.
 
-After this code, Claude Code sends the request again with all messages, and no `thread` in the rest of the session.
+After this code, Claude Code sends the request again with all messages, and sends no `thread` in the rest of the
+session.
 """
 
 NO_ANSWER = CompleteAnswer({}, {}, {})
@@ -54,11 +57,13 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
     thoughts: bool = True
     """Whether the answer includes the reasoning."""
     warms: bool = False
-    """Whether the request only puts its prompt into the prefix cache, by `max_tokens: 0`. One token is generated and
-    left out."""
+    """Whether the request only puts its prompt into the prefix cache, because it has `max_tokens: 0`.
+
+    One token is generated, but the answer does not have it.
+    """
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         if self.warms:
             finished = structs.replace(finished, reasons=("length",), stops=(), completion_tokens=0, reasoning_tokens=0)
             return encode_message(spec, NO_ANSWER, finished, self.thoughts)
@@ -70,8 +75,10 @@ class MessagesRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class MessagesRoute:
-    """Dialect of `/v1/messages`. With `strict`, unknown fields are refused, and tools and blocks that are otherwise
-    left out."""
+    """Dialect of `/v1/messages`.
+
+    `strict` refuses unknown fields, and the tools and blocks that the prompt would otherwise omit.
+    """
 
     style = ANTHROPIC
 
@@ -87,10 +94,10 @@ class MessagesRoute:
 
 
 class CountRequest(NamedTuple):
-    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the names of the ignored fields, tools and
-    blocks.
+    """Parsed body of `/v1/messages/count_tokens`.
 
-    The frame has the number 0, which the sender replaces.
+    `tokens` is the frame for a node. It has the request number 0, which the sender replaces. `ignored` has the names of
+    the ignored fields, tools and blocks.
     """
 
     tokens: CountTokens
@@ -100,7 +107,7 @@ class CountRequest(NamedTuple):
 def parse_count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
     """Parse the body of `/v1/messages/count_tokens`. Return the request, or a 400 problem.
 
-    `created` is in Unix seconds. `strict` is that of `MessagesRoute`.
+    `created` is the time of the request in Unix seconds. `strict` is that of `MessagesRoute`.
     """
     parsed = COUNT.read(body, strict=strict)
     if isinstance(parsed, Problem):
@@ -151,7 +158,7 @@ def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool
 
 
 def _convert_prompt(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], ToolSet, str] | Problem:
-    """Return the parts of the prompt: messages, tools, and the template's variables."""
+    """Return the parts of the prompt: messages, tools, and the variables of the template as JSON; or a 400 problem."""
     messages = convert_messages(body.system, body.messages)
     if isinstance(messages, Problem):
         return messages
@@ -175,7 +182,7 @@ def _convert_prompt(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ..
 
 
 def _is_prefilled(messages: list[Message]) -> bool:
-    """Return whether the client has begun the answer: the model then continues it."""
+    """Return whether the last message begins the answer, which the model must continue."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
@@ -187,7 +194,7 @@ def _get_thinking_switch(thinking: ThinkingOptions | None) -> bool | None:
 
 
 def _build_grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
-    """Return the grammar of the answer: its format and its forced calls."""
+    """Return the grammar of the answer, from its format and its forced calls; None if the answer is free."""
     form = None
     if body.output_config is not None and body.output_config.format is not None:
         form = convert_schema(body.output_config.format.schema_, "output_config.format.schema")
@@ -219,7 +226,7 @@ def _collect_tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
 
 
 def _apply_tool_changes(body: CountBody) -> list[AnthropicTool | ForeignPart]:
-    """Return the tools at the end of the conversation, after all additions and removals in it."""
+    """Return the tools of the request after all additions and removals in its conversation."""
     given = list(body.tools or ())
     changes = [
         block

@@ -1,13 +1,13 @@
-"""Conversion of Anthropic's messages to the messages of a Generate frame.
+"""Conversion of Anthropic's messages to the messages of a `Generate` frame.
 
-Anthropic's turn is a list of blocks. A frame's message has one text, one reasoning and its calls, and each tool result
-is a separate message. Neighbours of one role, except tool results, are merged, as Anthropic documents, because many
-templates accept only alternating roles. System texts at the beginning, in `system` or in messages, become one message.
-Later system texts keep their position.
+A turn of Anthropic's API is a list of blocks. A message of a frame has one text, one reasoning and its calls, and each
+tool result is a separate message. Adjacent messages of one role, except tool results, are merged, as Anthropic
+documents, because many templates accept only alternating roles. System texts at the beginning, in `system` or in
+messages, become one message. Later system texts keep their position.
 
-Blocks of unknown types in messages of the assistant and of the system are omitted, such as a search on another server.
-Only the summary in a block `compaction` is kept. A block of the user without a text form, such as an image, is
-refused, unless its message has results of tools. Claude Code sends a PDF file that a tool has read this way.
+Blocks of unknown types in messages of the assistant and of the system, such as a search on another server, are omitted.
+Only the summary in a block `compaction` is kept. A block of the user that cannot be shown as text, such as an image, is
+refused, unless its message has tool results. Claude Code sends a PDF file that a tool has read in such a message.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,7 +41,7 @@ MAX_INPUT_BYTES = 1024 * 1024
 ATTRIBUTION = "x-anthropic-billing-header:"
 """Prefix of a line that Claude Code puts before its system prompt. The whole line is removed.
 
-The line is for Anthropic's billing and has a checksum that differs in each request. With this line, no request would
+The line is for Anthropic's billing, and has a checksum that differs in each request. With this line, no request would
 find the system prompt in the prefix cache.
 """
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
@@ -52,8 +52,8 @@ def convert_messages(
 ) -> list[Message] | Problem:
     """Return Anthropic's messages as messages of a frame, or a 400 problem with the path of the wrong block.
 
-    The system prompt `system`, if there is one, comes first, without attribution lines (`ATTRIBUTION`). Neighbours of
-    one role are merged, except tool results.
+    The system prompt `system`, if there is one, becomes the first message, without attribution lines (`ATTRIBUTION`).
+    Adjacent messages of one role are merged, except tool results.
     """
     messages: list[Message] = []
     prompt = _join_system(system)
@@ -68,21 +68,21 @@ def convert_messages(
 
 
 def _join_system(system: str | list[TextBlock] | None) -> str:
-    """Return the text of a system prompt without attribution lines at the beginning of its blocks."""
+    """Return the text of a system prompt, without an attribution line at the beginning of each block."""
     texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
     kept = [text if not text.startswith(ATTRIBUTION) else text.partition("\n")[2].lstrip("\n") for text in texts]
     return _JOINT["system"].join(new for text, new in zip(texts, kept, strict=True) if new or not text)
 
 
 def join_texts(content: str | Sequence[ResultBlock] | None) -> str:
-    """Return the text of a content, with one line break between its blocks; empty without content."""
+    """Return the text of a content, with a line break between its blocks; empty if there is no content."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(map(_render_block, content))
 
 
 def _render_block(block: ResultBlock) -> str:
-    """Return the text of a block. Another text takes the place of a block that is no text, such as an image."""
+    """Return the text of a block. A block that is not text, such as an image, is replaced by a note."""
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):
@@ -99,9 +99,9 @@ def _render_block(block: ResultBlock) -> str:
 
 
 def list_omitted_parts(body_messages: Iterable[AnthropicMessage]) -> list[str]:
-    """Return the blocks that the prompt omits or replaces by a note, also within tool results, as `path=type`.
+    """Return the blocks that the prompt omits or replaces by a note, as `path=type`, also those within tool results.
 
-    These are blocks that are no text, such as images and PDF files, and blocks of unknown types.
+    These are blocks that are not text, such as images and PDF files, and blocks of unknown types.
     """
     return [
         f"messages[].content[].{path}type={part.type}"
@@ -119,14 +119,14 @@ def _list_parts(block: Block) -> Sequence[ResultBlock]:
 
 
 def _is_omitted(block: Block) -> bool:
-    """Return whether a block has no text for the prompt, such as an image, a PDF file, or one of unknown type."""
+    """Return whether a block has no text for the prompt, such as an image, a PDF file, or a block of unknown type."""
     if isinstance(block, DocumentBlock):
         return isinstance(block.source, ForeignPart)
     return isinstance(block, ForeignPart) and block.type != "tool_reference" and not _get_summary(block)
 
 
 def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
-    """Group neighbours of one role; each tool result is a group of its own."""
+    """Group adjacent messages of one role. Each tool result is a separate group."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "tool":
             yield from ((role, (message,)) for message in run)
@@ -135,7 +135,7 @@ def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message
 
 
 def _merge_run(role: str, run: list[Message]) -> Message:
-    """Join the messages of one role in linear time."""
+    """Return one message for adjacent messages of one role, in linear time."""
     if len(run) == 1:
         return run[0]
     return replace(
@@ -147,7 +147,7 @@ def _merge_run(role: str, run: list[Message]) -> Message:
 
 
 def _convert_blocks(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
-    """Yield a message's blocks, each as a message."""
+    """Yield the blocks of a message, each as a message, up to the problem of the first wrong block."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
@@ -168,7 +168,10 @@ def _convert_blocks(message: AnthropicMessage, path: str) -> Iterable[Message | 
 
 
 def _check_block(role: str, block: Block, path: str) -> Problem | None:
-    """Return the 400 problem for a block of another role, and for a block of the user that is no text."""
+    """Return a 400 problem for a block that the role must not have, and for a block of the user that is not text.
+
+    Return None for any other block.
+    """
     only = _get_required_role(block)
     if only not in ("", role):
         return build_invalid(f"only messages with the role {only} can have {block.type}", f"{path}.type")
@@ -203,6 +206,6 @@ def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
 
 
 def _get_summary(block: ForeignPart) -> str:
-    """Return the summary in a block of the type `compaction`, which the prompt contains; empty for other blocks."""
+    """Return the summary in a block of the type `compaction`, which the prompt keeps; empty for any other block."""
     summary = (block.model_extra or {}).get("content") if block.type == "compaction" else None
     return summary if isinstance(summary, str) else ""

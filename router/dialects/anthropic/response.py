@@ -1,8 +1,8 @@
-"""`/v1/messages`: convert deltas and usage to Anthropic's answer, whole or as events; and render its errors.
+"""`/v1/messages`: convert deltas and usage to Anthropic's answer, as one message or as events, and encode its errors.
 
-A stream is a list of blocks, each opened, filled and closed before the next: reasoning, text, a call. The first event
-has the exact count of the prompt if a node has counted it by then. In a complete stream, the event `message_delta` has
-it.
+A stream is a list of blocks: reasoning, texts and calls. Each block is opened, filled and closed before the next. The
+first event has the exact number of prompt tokens if a node has counted them by then. In a complete stream, the event
+`message_delta` always has it.
 """
 
 from collections.abc import Iterable
@@ -19,8 +19,8 @@ from wire.frames import Channel, Delta, Finished
 SIGNATURE = "unsigned"
 """Signature of reasoning blocks.
 
-Anthropic signs the reasoning of its models, and clients return the signature unchanged. Nothing is signed here, but a
-text is required: some clients drop a reasoning block without one.
+Anthropic signs the reasoning of its models, and clients return the signature unchanged. Macpool signs nothing, but some
+clients drop a reasoning block without a signature.
 """
 _TYPES: dict[int, str] = {
     401: "authentication_error",
@@ -37,9 +37,9 @@ Block = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Anthropic's shape. Macpool adds the fields `code`, `param` and, if known, `memory`.
+    """Encode an error as JSON in Anthropic's format. Macpool adds the fields `code`, `param` and, if known, `memory`.
 
-    Claude Code reads the code in `details`.
+    The code is also in `details`, where Claude Code reads it.
     """
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
@@ -50,15 +50,15 @@ def encode_error(problem: Problem, request_id: str) -> bytes:
 
 
 def encode_event(kind: str, **parts: object) -> bytes:
-    """Encode one server-sent event of type `kind`, whose data is a JSON object of `parts` and the type."""
+    """Encode a server-sent event of the type `kind`. Its data is a JSON object with the type and `parts`."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **parts}))
 
 
 class MessageChunks:
     """Encoder of one streamed answer into Anthropic's events.
 
-    `prompt_tokens` is the count for the first event, 0 if no node has counted yet. Without `thoughts`, reasoning is
-    left out.
+    `prompt_tokens` is the number of prompt tokens for the first event; 0 if no node has counted them yet. `thoughts`
+    tells whether the events include the reasoning.
     """
 
     def __init__(self, spec: RequestSpec, prompt_tokens: int, thoughts: bool) -> None:
@@ -70,16 +70,16 @@ class MessageChunks:
         self._open: Channel | None = None
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a ping, after a comment with the reason of the wait if there is one."""
+        """Encode a ping, after a comment with the reason of a wait (`why`) unless that is empty."""
         return (encode_comment(why) if why else b"") + encode_event("ping")
 
     def encode_opening(self) -> bytes:
-        """Encode the first event: the message without its content."""
+        """Encode the first event: the message without content."""
         usage = _build_usage(self._prompt_tokens, 0, 0)
         return encode_event("message_start", message=_build_message(self._spec, [], None, None, usage))
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode the deltas of the first choice as events of content blocks; empty if no block needs them."""
+        """Encode the deltas of the first choice as events of content blocks; empty if they add nothing to a block."""
         events = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
@@ -93,7 +93,7 @@ class MessageChunks:
         return events
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Close the open block, and encode the end of a complete stream: stop reason, usage, end of the message."""
+        """Encode the end of a complete stream: end of the open block, stop reason, usage, and end of the message."""
         reason, stop = get_stop_reason(finished, self._pieces.calls)
         usage = _build_usage(
             finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens
@@ -106,7 +106,7 @@ class MessageChunks:
         return b"event: error\ndata: %s\n\n" % encode_error(problem, self._spec.request_id)
 
     def _encode_call(self, call: AnswerToolCall) -> bytes:
-        """Render a block with a single delta: a call is sent when it is complete."""
+        """Return the events of a block with a complete call, which has a single delta."""
         opening = self._begin(Channel.TOOL_CALL, _build_tool_use(call, {}))
         return (
             opening + self._encode_delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
@@ -134,9 +134,10 @@ class MessageChunks:
 
 
 def encode_message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
-    """Encode the first choice of a whole answer, for a request without a stream.
+    """Encode the first choice of a complete answer as a message, for a request that does not stream.
 
-    Without `thoughts`, reasoning is left out. Invalid calls, and calls above `MAX_CALLS_SENT`, are left out as well.
+    `thoughts` tells whether the message includes the reasoning. Invalid calls, and calls above `MAX_CALLS_SENT`, are
+    omitted.
     """
     assembled = assemble_answer(answer)
     content: list[Block] = []
@@ -157,7 +158,7 @@ def _build_tool_use(call: AnswerToolCall, arguments: Block) -> Block:
 
 
 def get_stop_reason(finished: Finished, calls: int) -> tuple[str, str | None]:
-    """Return Anthropic's stop reason, and the stop sequence; None if no stop sequence ended the answer.
+    """Return the stop reason of Anthropic's API, and the stop sequence; None if no stop sequence ended the answer.
 
     `calls` is the number of tool calls in the answer.
     """
@@ -186,7 +187,7 @@ def _build_message(
 
 
 def _build_usage(prompt: int, cached: int, output: int, reasoning_tokens: int = 0) -> Block:
-    """Return the token counts: Anthropic's input excludes cached tokens."""
+    """Return the token counts as JSON. In Anthropic's API, the input tokens do not include cached tokens."""
     return {
         "input_tokens": max(0, prompt - cached),
         "cache_creation_input_tokens": 0,

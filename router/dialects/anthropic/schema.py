@@ -1,4 +1,4 @@
-"""Schema of the bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape.
+"""Schema of the bodies of `/v1/messages` and `/v1/messages/count_tokens`, in Anthropic's format.
 
 Fields of the type `Any` are accepted and have no effect.
 """
@@ -73,7 +73,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class CacheablePart(StrictPart):
-    """Base of parts that may have `cache_control`, which has no effect."""
+    """Base of the parts that may have `cache_control`, which has no effect."""
 
     cache_control: Any = None
 
@@ -99,7 +99,7 @@ class ToolUseBlock(CacheablePart):
 class ToolResultBlock(CacheablePart):
     """Result of a tool call. `is_error` has no effect, because the text describes the error.
 
-    A text takes the place of parts that are no text, such as images.
+    Parts that are not text, such as images, are replaced by a note.
     """
 
     type: Literal["tool_result"]
@@ -117,14 +117,14 @@ class ThinkingBlock(StrictPart):
 
 
 class RedactedThinkingBlock(StrictPart):
-    """Encrypted reasoning of another server's model. The prompt does not contain it, because no node can decrypt it."""
+    """Encrypted reasoning of a model on another server. The prompt omits it, because no node can decrypt it."""
 
     type: Literal["redacted_thinking"]
     data: str
 
 
 class TextSource(StrictPart):
-    """Source of a document: its text."""
+    """Source of a document that is a text."""
 
     type: Literal["text"]
     media_type: Any = None
@@ -132,7 +132,7 @@ class TextSource(StrictPart):
 
 
 class ContentSource(StrictPart):
-    """Source of a document: a text, or blocks. A text takes the place of blocks that are no text."""
+    """Source of a document that is a text or a list of blocks. Blocks that are not text are replaced by a note."""
 
     type: Literal["content"]
     content: Annotated[
@@ -154,7 +154,7 @@ class ContentSource(StrictPart):
 class DocumentBlock(CacheablePart):
     """Document in a message of the user, or in the result of a tool. `citations` has no effect.
 
-    A source of another type, such as a PDF file, is refused in a message of the user without results of tools.
+    A source of another type, such as a PDF file, is refused in a message of the user that has no tool results.
     """
 
     type: Literal["document"]
@@ -180,23 +180,23 @@ class SearchResultBlock(CacheablePart):
 
 
 class ToolDefinition(StrictPart):
-    """Tool of a `tool_addition`, by value."""
+    """Tool of a `tool_addition`, given by its definition."""
 
     type: Literal["tool_definition"]
     definition: "AnyTool"
 
 
 class ToolReference(StrictPart):
-    """Tool of a `tool_addition` or `tool_removal`, by its name in `tools`."""
+    """Tool of a `tool_addition` or `tool_removal`, given by its name in `tools`."""
 
     type: Literal["tool_reference"]
     name: Named
 
 
 class ToolChangeBlock(CacheablePart):
-    """Change of the tools in the middle of a conversation, in a message of the role `system`.
+    """Change of the tools in the middle of a conversation, in a message with the role `system`.
 
-    The changes apply to the whole conversation, because the prompt begins with the tools.
+    A change applies to the whole conversation, because the prompt begins with the tools.
     """
 
     type: Literal["tool_addition", "tool_removal"]
@@ -254,7 +254,7 @@ Content = Annotated[
 
 
 class AnthropicMessage(StrictPart):
-    """Message of the conversation. A message of the role `system` may be at any position."""
+    """Message of the conversation. A message with the role `system` may be at any position."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
@@ -263,7 +263,7 @@ class AnthropicMessage(StrictPart):
 class AnthropicTool(CacheablePart):
     """Tool that the model may call. Hints for Anthropic's own servers have no effect.
 
-    With `strict`, the input of its calls must follow `input_schema`.
+    If `strict` is true, the input of each call follows `input_schema`.
     """
 
     type: Literal["custom"] | None = None
@@ -292,8 +292,8 @@ AnyTool = Annotated[
 class ToolChoice(StrictPart):
     """Choice of the tools that the model may or must call.
 
-    In `/v1/messages`, `name` is required with the type `tool`, and refused with any other type. With
-    `disable_parallel_tool_use` the answer ends after its first call.
+    In `/v1/messages`, `name` is required with the type `tool`, and refused with any other type. If
+    `disable_parallel_tool_use` is true, the answer ends after its first call.
     """
 
     type: Literal["auto", "any", "tool", "none"]
@@ -304,8 +304,8 @@ class ToolChoice(StrictPart):
 class ThinkingOptions(StrictPart):
     """Reasoning options. `budget_tokens` has no effect.
 
-    The types `enabled` and `disabled` set the template's `enable_thinking`; the other types do not set it.
-    With `display: omitted` the answer has no reasoning.
+    The types `enabled` and `disabled` set the template's variable `enable_thinking`. The other types do not set it.
+    With `display: omitted`, the answer has no reasoning.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -314,7 +314,7 @@ class ThinkingOptions(StrictPart):
 
 
 class JsonFormat(StrictPart):
-    """Answer format `json_schema`: the answer is JSON that follows the schema."""
+    """Answer format `json_schema`, for an answer that is JSON and follows the schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -354,7 +354,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation: `metadata.user_id`, shortened if it is long; empty without one."""
+        """Name of the conversation from `metadata.user_id`, shortened if it is long; empty if it is absent."""
         user_id = (self.metadata or {}).get("user_id")
         return shorten_name(user_id) if isinstance(user_id, str) else ""
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all inputs, answered with their vectors."""
+"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all inputs, whose answer has their vectors."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -31,7 +31,7 @@ from wire.frames import Finished, GenerationParams
 PARAMS = GenerationParams(max_tokens=1)
 """Parameters of a request without an answer text."""
 LOADING = EmbeddingInput(("Hello",), (), 0, True)
-"""Input of a request of Ollama's routes that only loads a model. Its vector is left out."""
+"""Input of a request of Ollama's routes that only loads a model. The answer does not have its vector."""
 
 
 class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
@@ -42,7 +42,7 @@ class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Names of the fields of the body that have no effect."""
     as_base64: bool = False
-    """Whether the answer has each vector as the base64 of its bytes, not as a list of numbers."""
+    """Whether the answer has each vector as the base64 of its bytes, instead of as a list of numbers."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -54,7 +54,7 @@ class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
         )
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_embeddings(spec, answer, finished, as_base64=self.as_base64)
 
     def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
@@ -69,7 +69,7 @@ class OllamaEmbedRequest(ParsedEmbedding, frozen=True, gc=False):
     """Whether the body has no text, and only loads the model."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_ollama_load(spec) if self.loads else encode_ollama_embed(spec, answer, finished)
 
 
@@ -80,12 +80,12 @@ class OllamaEmbeddingsRequest(ParsedEmbedding, frozen=True, gc=False):
     """Whether the body has no text, and only loads the model."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return b'{"embedding":[]}' if self.loads else encode_ollama_embedding(spec, answer, finished)
 
 
 class EmbeddingsRoute:
-    """Dialect of `/v1/embeddings`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/embeddings`. `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -106,7 +106,7 @@ class EmbeddingsRoute:
 
 
 class OllamaEmbedRoute:
-    """Dialect of `/api/embed`. With `strict`, unknown fields are refused."""
+    """Dialect of `/api/embed`. `strict` refuses unknown fields."""
 
     style = OLLAMA
 
@@ -114,9 +114,9 @@ class OllamaEmbedRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
-        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+        """Parse a body, or return a problem; see `router.dialects.shared.interface.Dialect`.
 
-        The problem is a 501 for a body without a text and with `keep_alive: 0`, else a 400.
+        The problem has the status 501 for a body with `keep_alive: 0` and no text, and 400 for any other body.
         """
         parsed = OLLAMA_EMBED.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
@@ -131,7 +131,7 @@ class OllamaEmbedRoute:
 
 
 class OllamaEmbeddingsRoute:
-    """Dialect of `/api/embeddings`, the older route for one text. With `strict`, unknown fields are refused."""
+    """Dialect of `/api/embeddings`, the older route for one text. `strict` refuses unknown fields."""
 
     style = OLLAMA
 
@@ -139,9 +139,9 @@ class OllamaEmbeddingsRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
-        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+        """Parse a body, or return a problem; see `router.dialects.shared.interface.Dialect`.
 
-        The problem is a 501 for a body without a text and with `keep_alive: 0`, else a 400.
+        The problem has the status 501 for a body with `keep_alive: 0` and no text, and 400 for any other body.
         """
         parsed = OLLAMA_EMBEDDINGS.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
@@ -154,7 +154,7 @@ class OllamaEmbeddingsRoute:
 
 
 def _split_input(value: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
-    """Return the texts of an input, or its lists of token ids."""
+    """Return the texts of an input and its lists of token ids, one of which is empty."""
     if isinstance(value, str):
         return (value,), ()
     items = cast("list[object]", value)

@@ -1,7 +1,7 @@
 """Answers with embeddings, in the API formats of OpenAI and Ollama.
 
-Each vector is encoded in a call of its own: the answer is built in the worker thread, whose calls must be short. A
-number in single precision is written as the same number in double precision, so that no digit is lost.
+Each vector is encoded by a separate call, because the answer is built in the worker thread, whose calls must be short.
+A number in single precision is written as the same number in double precision, so that no digit is lost.
 """
 
 import binascii
@@ -16,7 +16,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def encode_embeddings(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, *, as_base64: bool) -> bytes:
-    """Encode the answer of `/v1/embeddings`: with numbers, or if `as_base64`, with the base64 of their bytes."""
+    """Encode the answer of `/v1/embeddings`, with vectors as lists of numbers or, if `as_base64`, as base64."""
     encode_vector = _encode_base64 if as_base64 else encode_numbers
     rows = (
         b'{"object":"embedding","index":%d,"embedding":%b}' % (place, encode_vector(vector))
@@ -34,7 +34,7 @@ def encode_embeddings(spec: RequestSpec, answer: CompleteAnswer, finished: Finis
 def encode_ollama_embed(spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Encode the answer of `/api/embed`.
 
-    `total_duration` is the queued and the prefill time on the node in nanoseconds; `load_duration` is always 0.
+    `total_duration` is the queued time and the prefill time on the node, in nanoseconds. `load_duration` is always 0.
     """
     timings = finished.timings
     return b'{"model":%b,"embeddings":[%b],"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (
@@ -56,7 +56,7 @@ def encode_ollama_embedding(spec: RequestSpec, answer: CompleteAnswer, finished:
 
 
 def encode_numbers(vector: bytes) -> bytes:
-    """Encode a vector (single precision, little endian) as a JSON list of numbers."""
+    """Encode a vector as a JSON list of numbers. `vector` has numbers in single precision and little endian."""
     return _encode(struct.unpack(f"<{len(vector) // NUMBER_BYTES}f", vector))
 
 

@@ -1,1 +1,1 @@
-"""Ollama's chat, generate and model routes."""
+"""Ollama's API: chats, completions, and lists of models."""

@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: convert Ollama's bodies to the parts of a Generate frame."""
+"""`/api/chat` and `/api/generate`: convert Ollama's bodies to the parts of a `Generate` frame."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -35,9 +35,12 @@ from wire.frames import CallConstraint, Finished, GenerationParams, GrammarKind,
 
 _ZERO = re.compile(r"-?0+(\.0*)?(ns|us|ms|s|m|h)?")
 LOADING = (Message("user", "Hello"),)
-"""Conversation of a request that only loads a model. Its answer of one token is left out."""
+"""Conversation of a request that only loads a model. Its answer of one token is not sent."""
 MAX_WAITING_CALLS = 2 * MAX_CALLS
-"""Maximum calls without a result to which results of an Ollama conversation are matched; the newest are kept."""
+"""Maximum number of calls without a result to which the results in an Ollama conversation are matched.
+
+Of more calls, the newest are kept.
+"""
 
 
 class OllamaRequest(ConversationRequest, frozen=True, gc=False):
@@ -69,7 +72,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
         )
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         shape = AnswerShape(spec, self.chat)
         return encode_load(shape) if self.loads else encode_answer(shape, answer, finished)
 
@@ -79,8 +82,10 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class OllamaChatRoute:
-    """Dialect of `/api/chat`. With `strict`, unknown fields and options are refused, and tools that are otherwise left
-    out."""
+    """Dialect of `/api/chat`.
+
+    `strict` refuses unknown fields and options, and the tools that the prompt would otherwise omit.
+    """
 
     style = OLLAMA
 
@@ -88,9 +93,10 @@ class OllamaChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+        """Parse a body, or return a problem; see `router.dialects.shared.interface.Dialect`.
 
-        A body without messages loads the model. The problem is a 501 for such a body with `keep_alive: 0`, else a 400.
+        A body without messages loads the model. The problem has the status 501 for such a body with `keep_alive: 0`,
+        and 400 for any other body.
         """
         parsed = CHAT.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
@@ -107,7 +113,7 @@ class OllamaChatRoute:
 
 
 class OllamaGenerateRoute:
-    """Dialect of `/api/generate`. With `strict`, unknown fields and options are refused."""
+    """Dialect of `/api/generate`. `strict` refuses unknown fields and options."""
 
     style = OLLAMA
 
@@ -115,9 +121,10 @@ class OllamaGenerateRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+        """Parse a body, or return a problem; see `router.dialects.shared.interface.Dialect`.
 
-        A body without a prompt loads the model. The problem is a 501 for such a body with `keep_alive: 0`, else a 400.
+        A body without a prompt loads the model. The problem has the status 501 for such a body with `keep_alive: 0`,
+        and 400 for any other body.
         """
         parsed = GENERATE.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
@@ -128,14 +135,15 @@ class OllamaGenerateRoute:
 
 
 def strip_latest_tag(model: str) -> str:
-    """Return a model's name without `:latest`, which Ollama's clients append to a name without a tag."""
+    """Return the name of a model without `:latest`, which Ollama's clients append to a name without a tag."""
     return model.removesuffix(":latest") or model
 
 
 def check_unload(raw: bytes) -> Problem | None:
-    """Return the 501 problem if a body (`raw`, JSON) has `keep_alive: 0`, else None.
+    """Return a 501 problem if the JSON body `raw` has `keep_alive: 0`, else None.
 
-    Call it only for a body without a prompt, which unloads the model of Ollama.
+    Call this function only for a body without a prompt. With `keep_alive: 0`, such a body makes Ollama unload the
+    model.
     """
     fields = read_object(raw, CHAT.max_values)
     if not isinstance(fields, dict) or not _ZERO.fullmatch(str(fields.get("keep_alive"))):
@@ -147,9 +155,10 @@ def check_unload(raw: bytes) -> Problem | None:
 def _build_load(
     body: OllamaBody, raw: bytes, ignored: tuple[str, ...], *, strict: bool, chat: bool
 ) -> OllamaRequest | Problem:
-    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama.
+    """Return the request of a body without a prompt, which loads the model, as with Ollama.
 
-    Return the problem of `check_unload` if the body unloads the model instead.
+    `raw` is the JSON of the body. Return a problem if the body is invalid, or asks to unload the model
+    (`check_unload`).
     """
     unload = check_unload(raw)
     if unload is not None:
@@ -230,7 +239,7 @@ def _build_request(
 def _parse_options(
     options: dict[str, Any], *, strict: bool
 ) -> tuple[GenerationParams, frozenset[str], list[str]] | Problem:
-    """Return the sampling parameters, the penalties that are set, and the ignored options."""
+    """Return the sampling parameters, the names of the penalties that are set, and the ignored options."""
     parsed = OPTIONS.parse(options, strict=strict)
     if isinstance(parsed, Problem):
         return replace(parsed, param=f"options.{parsed.param}")
@@ -266,7 +275,10 @@ def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet
 
 
 def _convert_messages(body_messages: Iterable[OllamaMessage]) -> list[Message] | Problem:
-    """Convert the messages. Ollama's calls may lack ids: results are matched to them by name and order."""
+    """Return the messages of a frame, or a 400 problem.
+
+    Calls in Ollama's format may lack ids. Results are matched to such calls by name and order.
+    """
     messages: list[Message] = []
     waiting: dict[str, str] = {}
     for at, message in enumerate(body_messages):
@@ -286,7 +298,7 @@ def _convert_messages(body_messages: Iterable[OllamaMessage]) -> list[Message] |
 
 
 def _find_answered_call(waiting: Mapping[str, str], name: str) -> str:
-    """Return the id of the first call without a result, of this name if one is given; empty if there is none."""
+    """Return the id of the first call without a result, with the name `name` unless that is empty; empty if none."""
     return next((call for call, called in waiting.items() if not name or called == name), "")
 
 

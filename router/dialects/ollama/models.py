@@ -1,7 +1,7 @@
-"""Ollama's read-only routes: its version, and the cluster's models in the shapes that Ollama's clients list and show.
+"""Ollama's read-only routes: its version, and the cluster's models in the formats that Ollama's clients list and show.
 
-Names are Macpool's, without tags. Fields that exist only in Ollama's own files (parameters, templates, families) are
-empty. Digests derive from Macpool's fingerprints, or from the name of a model without one.
+Names are those of Macpool, without tags. Fields that exist only in Ollama's own files (parameters, templates, families)
+are empty. A digest is computed from the fingerprint of a model, or from its name if it has no fingerprint.
 """
 
 import hashlib
@@ -19,9 +19,9 @@ from wire.refusals import RefusalCode
 from wire.report import Model
 
 OLLAMA_VERSION = "0.12.6"
-"""Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
+"""Version of Ollama with these formats, which clients compare. `cluster version` shows the version of Macpool."""
 NEVER = "2300-01-01T00:00:00Z"
-"""Time that `ollama ps` shows as `Forever`: a model is unloaded when its memory is needed, not at a fixed time.
+"""Time that `ollama ps` shows as `Forever`. A model is unloaded when its memory is needed, not at a fixed time.
 
 For a time in the past, `ollama ps` shows `Stopping...`.
 """
@@ -30,12 +30,12 @@ Row = dict[str, object]
 
 
 def encode_version() -> bytes:
-    """Return the emulated version of Ollama as JSON."""
+    """Return the version of Ollama whose API is emulated, as JSON."""
     return msgspec.json.encode({"version": OLLAMA_VERSION})
 
 
 def list_models(models: VisibleModels, created: int) -> bytes:
-    """Return every model of `models` that a member can serve, and every alias of one, as JSON in Ollama's shape.
+    """Return the models that a member can serve, and the aliases of such models, as JSON in Ollama's format.
 
     `created`, in Unix seconds, is the modification time of every model.
     """
@@ -46,8 +46,10 @@ def list_models(models: VisibleModels, created: int) -> bytes:
 
 
 def list_loaded_models(view: ClusterView) -> bytes:
-    """Return every model that some node has loaded, as JSON in Ollama's shape. Sizes are the bytes of the weights,
-    counted once."""
+    """Return every model that a node has loaded, as JSON in Ollama's format.
+
+    Sizes are the bytes of the weights on one node.
+    """
     loaded = view.get_loaded_models()
     rows = (loaded[name] for name in sorted(loaded))
     return msgspec.json.encode(
@@ -61,11 +63,10 @@ def list_loaded_models(view: ClusterView) -> bytes:
 
 
 def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Problem:
-    """Return the model that a body names, as JSON in Ollama's shape.
+    """Return the model that a body names, as JSON in Ollama's format.
 
-    `created`, in Unix seconds, is the modification time of the model.
-
-    Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
+    `created`, in Unix seconds, is the modification time of the model. Return a 400 problem for an invalid body, and a
+    404 problem for a model that no member can serve.
     """
     parsed = SHOW.read(body)
     if isinstance(parsed, Problem):

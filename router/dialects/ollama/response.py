@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: convert deltas and usage to Ollama's answer, whole or as lines of JSON."""
+"""`/api/chat` and `/api/generate`: convert deltas and usage to Ollama's answer, as one object or as lines of JSON."""
 
 import math
 from collections.abc import Iterable
@@ -17,8 +17,10 @@ Line = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error as JSON in Ollama's shape: `error` is the message. Macpool adds `code`, `param`, `request_id`
-    and, if known, `memory`."""
+    """Encode an error as JSON in Ollama's format, with the message in `error`.
+
+    Macpool adds the fields `code`, `param`, `request_id` and, if known, `memory`.
+    """
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)
@@ -29,14 +31,14 @@ OLLAMA = DialectStyle(encode_error, b"application/x-ndjson")
 
 
 def format_time(seconds: int) -> str:
-    """Return Unix seconds as text in Ollama's format (RFC 3339, UTC)."""
+    """Return a time in Unix seconds as text in Ollama's format (RFC 3339, UTC)."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class AnswerShape:
-    """Format of the answer to one request (`spec`) of `/api/chat` or `/api/generate`.
+    """Format of the answer to the request `spec`. `chat` selects the format of `/api/chat`, else `/api/generate`.
 
-    With `chat`, text is in `message`, otherwise in `response`.
+    The text is in `message` for `/api/chat`, and in `response` for `/api/generate`.
     """
 
     def __init__(self, spec: RequestSpec, chat: bool) -> None:
@@ -52,12 +54,10 @@ class AnswerShape:
         end: Line | None = None,
         first_call: int = 0,
     ) -> Line:
-        """Return a whole answer, or one line of a stream, as a JSON object.
+        """Return a complete answer, or one line of a stream, as a JSON object.
 
-        `first_call` is the number of calls in earlier lines of the stream.
-
-        `end` are the additional fields of a whole answer and of the last line (`build_end_fields`); None for any other
-        line.
+        `end` are the additional fields of a complete answer and of the last line (`build_end_fields`); None for any
+        other line. `first_call` is the number of calls in earlier lines of the stream.
         """
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
@@ -68,10 +68,11 @@ class AnswerShape:
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def build_end_fields(self, finished: Finished) -> Line:
-        """Return the fields of a whole answer or of the last line: stop reason, token counts, times in nanoseconds.
+        """Return the additional fields of a complete answer or of the last line of a stream.
 
-        `load_duration` is the time for which the request was queued on the node. `cached_tokens`, which Ollama does not
-        have, is the number of prompt tokens from the prefix cache.
+        These are the stop reason, token counts, and durations in nanoseconds. `load_duration` is the time for which the
+        request was queued on the node. `cached_tokens`, a field that Ollama does not have, is the number of prompt
+        tokens from the prefix cache.
         """
         timings = finished.timings
         waiting, prefill, decode = map(_to_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
@@ -97,17 +98,17 @@ class OllamaChunks:
         self._pieces = StreamSplitter()
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a line without text, because lines have no comments. `why` is left out."""
+        """Encode a line without text, because the format has no comments. `why` is ignored."""
         return _encode_line(self._shape.build_line(""))
 
     def encode_opening(self) -> bytes:
-        """Return empty bytes, because no bytes precede the first text."""
+        """Return empty bytes, because a stream begins with its first text."""
         return b""
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode the deltas of the first choice as one line per text or call; empty without any.
+        """Encode the deltas of the first choice, one line for each text or call; empty if there are none.
 
-        Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+        Invalid calls, and calls above `MAX_CALLS_SENT`, are omitted.
         """
         lines = b""
         for channel, text, call in self._pieces.split(deltas):
@@ -130,9 +131,9 @@ class OllamaChunks:
 
 
 def encode_answer(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
-    """Encode the first choice of a whole answer, for a request without a stream.
+    """Encode the first choice of a complete answer, for a request that does not stream.
 
-    Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+    Invalid calls, and calls above `MAX_CALLS_SENT`, are omitted.
     """
     assembled = assemble_answer(answer)
     return msgspec.json.encode(
@@ -146,7 +147,7 @@ def encode_load(shape: AnswerShape) -> bytes:
 
 
 def _convert_call(call: AnswerToolCall, index: int) -> Line:
-    """Return a call in Ollama's shape. Clients that convert it to OpenAI's shape join calls of the same `index`."""
+    """Return a call in Ollama's format. Clients that convert it to OpenAI's format join calls with the same `index`."""
     return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": decode_arguments(call)}}
 
 

@@ -1,4 +1,4 @@
-"""Schema of the bodies of `/api/chat`, `/api/generate` and `/api/show`: Ollama's shape and its options."""
+"""Schema of the bodies of `/api/chat`, `/api/generate` and `/api/show`, and of the options, in Ollama's format."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -121,7 +121,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class OllamaOptions(StrictPart):
-    """Sampling options of a request, the field `options`."""
+    """Sampling options of a request, in the field `options`."""
 
     num_predict: Annotated[int, WHOLE] | None = None
     stop: StopOrStops | None = None
@@ -136,8 +136,7 @@ class OllamaOptions(StrictPart):
 
 
 class OllamaCalledFunction(StrictPart):
-    """Function in a tool call of the assistant, with its arguments as an object, or as JSON text. `index` has no
-    effect."""
+    """Function in a tool call of the assistant. Its arguments are an object or JSON text. `index` has no effect."""
 
     name: Named
     arguments: ArgumentsObject | None = None
@@ -153,7 +152,7 @@ class OllamaCall(StrictPart):
 
 
 class OllamaMessage(StrictPart):
-    """Message of the conversation. `images` must be empty; `name` counts only without `tool_name`."""
+    """Message of the conversation. `images` must be empty. `name` has an effect only if `tool_name` is absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
@@ -220,7 +219,7 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaShowBody(StrictPart):
-    """Request body of `/api/show`. Older clients send `name` instead of `model`; `verbose` has no effect."""
+    """Request body of `/api/show`. Older clients send `name` instead of `model`. `verbose` has no effect."""
 
     model: Named | None = None
     name: Named | None = None

@@ -1,4 +1,4 @@
-"""Ollama's routes that change models. Macpool answers them with 501."""
+"""Ollama's routes that change models, which Macpool answers with the status 501."""
 
 from router.errors import Problem
 
@@ -14,8 +14,8 @@ UNSUPPORTED_ROUTES = frozenset(_HINTS)
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama. Its message tells what to do instead.
+    """Return the 501 problem for an unsupported route of Ollama, whose message says how to proceed instead.
 
-    Uploads of blobs (`/api/blobs/DIGEST`) belong to `/api/create`.
+    Uploads of blobs (`/api/blobs/DIGEST`) get the message of `/api/create`.
     """
     return Problem(501, "unsupported_operation", f"{path} is not supported: {_HINTS.get(path, _CREATE)}")

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions, completions, responses, models and videos."""
+"""OpenAI's API: chat completions, completions, responses, models, and the body of a video job."""

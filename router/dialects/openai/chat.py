@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
+"""`/v1/chat/completions`: convert a body in OpenAI's format to the parts of a `Generate` frame.
 
-A body that the fast parser (`chat_fast_parse`) cannot read is validated by pydantic (`chat_schema`). A body that it
-refuses gives a 400 problem, with the parameter if a certain one is wrong.
+A body that the fast parser (`chat_fast_parse`) cannot read is validated by pydantic (`chat_schema`). An invalid body
+gives a 400 problem, which names the wrong parameter if that is known.
 """
 
 from functools import lru_cache
@@ -41,7 +41,7 @@ from router.errors import Problem, build_invalid
 from wire.frames import Finished, GrammarSpec
 
 MAX_CACHED_TOOLS = 64
-"""Maximum cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
+"""Maximum number of cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
@@ -51,7 +51,7 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
     custom: frozenset[str] = frozenset()
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_completion(spec, answer, finished, self.custom)
 
     def create_chunk_encoder(self, reader: AnswerReader) -> ChatChunks:
@@ -60,8 +60,10 @@ class ChatRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class ChatRoute:
-    """Dialect of `/v1/chat/completions`. With `strict`, unknown fields are refused, and tools and parts that are
-    otherwise left out."""
+    """Dialect of `/v1/chat/completions`.
+
+    `strict` refuses unknown fields, and the tools and parts that the prompt would otherwise omit.
+    """
 
     style = OPENAI
 
@@ -74,7 +76,10 @@ class ChatRoute:
 
 
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body (UTF-8 JSON), or return a 400 problem. `strict` is that of `ChatRoute`."""
+    """Parse a body with the fast or the complete parser. Return the request, or a 400 problem.
+
+    `body` is JSON in UTF-8. `strict` is that of `ChatRoute`.
+    """
     plain = chat_fast_parse.read(body, encode_plain_tools, ChatRequest)
     return parse_wholly(body, strict=strict) if plain is None else plain
 
@@ -83,8 +88,8 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 def encode_plain_tools(raw: bytes) -> str | None:
     """Return the functions of a body's field `tools` as JSON for the engine. `raw` is the JSON of the field.
 
-    Results are cached, because agents repeat their tools. Return None for an empty list, and if a tool is invalid,
-    custom, strict, or would be left out.
+    Return None for an empty list, and if a tool is invalid, custom, strict, or would be omitted. Results are cached,
+    because agents repeat their tools.
     """
     request = parse_wholly(_ONLY_TOOLS % raw)
     if isinstance(request, Problem) or not request.tools or request.ignored or request.custom or request.params.grammar:
@@ -93,8 +98,10 @@ def encode_plain_tools(raw: bytes) -> str | None:
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body with the complete parser only. Return the request, or a 400 problem. `strict` is that of
-    `ChatRoute`."""
+    """Parse a body with the complete parser only. Return the request, or a 400 problem.
+
+    `strict` is that of `ChatRoute`.
+    """
     request = CHAT.read(body, strict=strict)
     return (
         request
@@ -104,7 +111,7 @@ def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 
 def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
-    """Build the request; `fields` is the body as JSON."""
+    """Return the request of a validated body, or a 400 problem. `fields` is the body as a JSON object."""
     messages = convert_messages(body.messages)
     if isinstance(messages, Problem):
         return messages
@@ -151,7 +158,7 @@ def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, st
 
 
 def _build_grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | None:
-    """Return the grammar of the answer: its format and its forced calls."""
+    """Return the grammar of the answer, from its format and its forced calls; None if the answer is free."""
     form = body.build_grammar()
     if isinstance(form, Problem):
         return form
@@ -160,7 +167,7 @@ def _build_grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | No
 
 
 def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
-    """Return the tools in their order, without text when there are none or none may be called."""
+    """Return the tools in order, without text for the prompt if no tool may be called; or a 400 problem."""
     raw = [cast("Body", convert_to_chat(tool)) for tool in cast("list[object]", fields.get("tools") or [])]
     offered = (
         _convert_tool(tool, raw[at]) for at, tool in enumerate(body.tools or ()) if not isinstance(tool, ForeignPart)
@@ -180,5 +187,5 @@ def _convert_tool(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
 
 
 def _has_usage_flag(usage: object) -> bool:
-    """Return whether OpenRouter's form of `stream_options.include_usage` is set."""
+    """Return whether `usage.include` is true, OpenRouter's form of `stream_options.include_usage`."""
     return isinstance(usage, dict) and cast("Body", usage).get("include") is True

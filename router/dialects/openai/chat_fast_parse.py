@@ -1,16 +1,16 @@
 """Fast parser of common chat bodies: plain texts, function calls and their results, usual parameters.
 
-`router/dialects/openai/chat.py` defines the meaning of a body. This module recognises bodies that are certainly valid,
-several times faster, and returns None for any other body. A property test compares both parsers: a body accepted here
+`router/dialects/openai/chat.py` defines the meaning of a body. This module recognises certainly valid bodies several
+times faster, and returns None for any other body. A property test compares both parsers: a body that is accepted here
 gives the same request there.
 
-A duplicate key must be refused, but msgspec takes the last one. Each key is followed by a colon, and within a text a
-quote before a colon has a backslash before it. Where the number of colons after an unescaped quote equals the number of
-parsed keys, no key is duplicate. A null at the top level counts as a missing key. Its colon is then surplus, and the
-complete parser decides. `content: null` of a message with calls counts as a key.
+A duplicate key must be refused, but msgspec uses its last value. Each key is followed by a colon. Within a string, a
+quote before a colon has a backslash before it. If the number of colons after an unescaped quote equals the number of
+parsed keys, no key is duplicate. A null at the top level counts as a missing key. The numbers then differ, and the
+complete parser decides. `content: null` in a message with calls counts as a key.
 
-Tools are most of an agent's body and the same in each of its requests. They are therefore kept as bytes, looked up in
-a cache, and cut out of the text whose keys are counted.
+Tools are the largest part of an agent's body, and are the same in each of its requests. They are therefore kept as
+bytes, looked up in a cache, and removed from the text whose keys are counted.
 """
 
 from collections.abc import Callable
@@ -37,10 +37,11 @@ from router.profiles import PENALTIES
 from wire.frames import GenerationParams, Message, ToolCall
 
 MAX_BODY_BYTES = 64 * 1024
-"""Maximum bytes of a body for this parser."""
+"""Maximum bytes of a body that this parser accepts."""
 _WHITESPACE = b" \t\n\r"
 _BEGINNING = 64
-"""Number of first bytes of the tools' JSON that locate the tools in the body.
+"""Number of bytes at the beginning of the tools' JSON that locate the tools in the body.
+
 Quotes in the JSON are not escaped, so that no string in the body contains the same bytes.
 """
 _INT64 = 2**63 - 1
@@ -108,22 +109,22 @@ _BODY_FIELDS = len(_Body.__struct_fields__)
 
 
 def _count_keys(text: bytes) -> int:
-    """Count the keys of a JSON text, including duplicates."""
+    """Return the number of keys in a JSON text, including duplicates."""
     packed = text.translate(None, _WHITESPACE)  # two counts take a quarter of the time of a pattern
     return packed.count(b'":') - packed.count(b'\\":')
 
 
 def _remove_part(body: bytes, part: bytes) -> bytes:
-    """Return a body without its tools; the whole body where the tools are not at the first match."""
+    """Return a body without its tools (`part`); the unchanged body if the tools are not at the first match."""
     at = body.find(part[:_BEGINNING])
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
 
 
 def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[Request]) -> Request | None:
-    """Parse a plain body, and return the request that `build` creates. Return None if only the complete parser can
-    decide, also for every invalid body.
+    """Parse a plain body, and return the request that `build` creates.
 
-    `plain_tools` converts the JSON of tools to their text for the model; None if that needs the complete parser.
+    Return None for every invalid body, and for a body about which only the complete parser can decide. `plain_tools`
+    converts the JSON of tools to their text for the model. It returns None if that needs the complete parser.
     """
     if len(body) > MAX_BODY_BYTES:
         return None
@@ -187,14 +188,14 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[R
 
 
 def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]:
-    """Return the names of the penalties that are not None, of three in the order of `PENALTIES`."""
+    """Return the names of the penalties that are not None. `penalties` has them in the order of `PENALTIES`."""
     return frozenset(name for name, value in zip(PENALTIES, penalties, strict=True) if value is not None)
 
 
 def _convert_tool_message(message: _Message) -> Message | None:
-    """Convert an assistant message with calls, or a tool message with the result of a call as a string.
+    """Return the message of a frame for an assistant message with calls, or for a tool message with a string.
 
-    Return None for any other message, and for a message with a field of the other role.
+    Return None for any other message, and for a message that has a field of the other role.
     """
     role, content = message.role, message.content
     if role == "tool":

@@ -1,9 +1,9 @@
-"""Conversion of a chat body's messages to the messages of a Generate frame.
+"""Conversion of a chat body's messages to the messages of a `Generate` frame.
 
 A tool message must name its call, but the call may be missing from the conversation. Clients cut long histories at any
 place, and a model understands a result without its call. A field of another role (`_ONLY`) is refused, unless it is
-empty. Client libraries write all fields of one class into every message. A message of the assistant may be empty,
-because some clients store an answer that had only reasoning as `content: null`.
+empty, because client libraries write all fields of one class into every message. A message of the assistant may be
+empty, because some clients store an answer that had only reasoning as `content: null`.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,10 @@ _ONLY = (
 
 
 def convert_messages(body_messages: list[ChatMessage]) -> tuple[Message, ...] | Problem:
-    """Convert the messages of a chat body, or return a 400 problem with the path of the first wrong field or part."""
+    """Return the messages of a chat body as messages of a frame, or a 400 problem.
+
+    The problem has the path of the first wrong field or part.
+    """
     messages: list[Message] = []
     for index, message in enumerate(body_messages):
         wrong = _check_message(message, f"messages[{index}]")
@@ -73,7 +76,7 @@ def _check_message(message: ChatMessage, path: str) -> Problem | None:
 
 
 def _find_foreign_part(content: str | list[ContentPart] | None, path: str) -> Problem | None:
-    """Return the 400 problem for the first part that is no text, such as an image; None without one."""
+    """Return the 400 problem for the first part that is not text, such as an image; None if all parts are text."""
     for at, part in enumerate(content if isinstance(content, list) else ()):
         if isinstance(part, ForeignPart):
             where = f"{path}.content[{at}].type"
@@ -82,7 +85,7 @@ def _find_foreign_part(content: str | list[ContentPart] | None, path: str) -> Pr
 
 
 def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
-    """Return the parts of tool results that are no text, such as images, as `path=type`."""
+    """Return the parts of tool results that are not text, such as images, as `path=type`."""
     parts = [part for message in body_messages if isinstance(message.content, list) for part in message.content]
     within = [part.content for part in parts if isinstance(part, ToolResultPart) and isinstance(part.content, list)]
     named = [f"messages[].content[].type={part.type}" for part in parts if isinstance(part, ForeignPart)]
@@ -91,8 +94,11 @@ def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
 
 
 def _convert_message(message: ChatMessage) -> list[Message]:
-    """Convert a message. A message of the user with results of tools becomes one message for each result, and one for
-    its other parts, if any."""
+    """Return the messages of a frame for a message of a body.
+
+    A message of the user with tool results becomes one message for each result, and one message for its other parts, if
+    there are any.
+    """
     results = [
         Message("tool", _join_text(part.content), tool_call_id=part.tool_use_id)
         for part in _list_parts(message.content, ToolResultPart)
@@ -128,7 +134,7 @@ def _join_text(content: str | Sequence[ContentPart] | None) -> str:
 
 
 def _render_part(part: ContentPart) -> str:
-    """Return the text of a part; empty for reasoning, calls and results."""
+    """Return the text of a part; empty for reasoning, calls and results. A part that is not text becomes a note."""
     if isinstance(part, ThinkingPart | ReasoningPart | ToolUsePart | ToolResultPart):
         return ""
     if isinstance(part, ForeignPart):
@@ -137,7 +143,7 @@ def _render_part(part: ContentPart) -> str:
 
 
 def _join_reasoning(content: str | list[ContentPart] | None) -> str:
-    """Return the text of all parts of a content that are reasoning; empty without any."""
+    """Return the text of all reasoning parts of a content; empty if there are none."""
     if not isinstance(content, list):
         return ""
     return "\n".join(

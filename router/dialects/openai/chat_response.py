@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: convert deltas and usage to OpenAI's answer, whole or as server-sent events.
+"""`/v1/chat/completions`: convert deltas and usage to OpenAI's answer, as one object or as server-sent events.
 
 The hot path is `ChatChunks.encode_deltas`. The event for a piece of text is a prefix, the text escaped by the C
 encoder, and a suffix. Prefix and suffix are prepared once per choice and channel. Log probabilities and tool calls take
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
 _CONTENT, _REASONING = Channel.CONTENT, Channel.REASONING
-"""Constants of this module, because Python 3.11 takes 0.1 µs to look up a member of an enumeration."""
+"""Members of `Channel` as constants, because Python 3.11 takes 0.1 µs to look up a member of an enumeration."""
 _SHIFT = 8
 _encode = msgspec.json.Encoder().encode
 
@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class ChatChunks:
     """Encoder of one streamed answer into OpenAI's chunks.
 
-    `custom` has the names of the custom tools. `fingerprint` is that of the model's files; empty if it is unknown.
+    `custom` has the names of the custom tools. `fingerprint` is that of the model's files; empty if unknown.
     """
 
     def __init__(self, spec: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
@@ -57,16 +57,16 @@ class ChatChunks:
         self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a server-sent comment with the reason of the wait."""
+        """Encode a server-sent comment with the reason of a wait (`why`), which may be empty."""
         return encode_comment(why)
 
     def encode_opening(self) -> bytes:
-        """Encode a chunk with the role for every choice."""
+        """Encode a chunk with the role of the assistant for every choice."""
         delta = '{"role":"assistant","content":""}'
         return "".join(self._encode_choice(choice, delta) for choice in range(self._choices)).encode()
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as chunks; empty if they hold nothing for a client."""
+        """Encode deltas as chunks; empty if they have nothing for the client."""
         prefixes = self._prefixes
         suffix = self._suffix
         events = ""
@@ -96,7 +96,7 @@ class ChatChunks:
         return (ends + usage).encode() + DONE
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Encode the error event that ends a failed stream; no `[DONE]` follows."""
+        """Encode the error event that ends a failed stream, without `[DONE]`."""
         return problem.encode_event(self._request_id)
 
     def _encode_choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -104,10 +104,10 @@ class ChatChunks:
         return self._head + body + self._tail
 
     def _encode_with_logprobs(self, delta: Delta) -> str:
-        """Render a delta with log probabilities.
+        """Return the chunks of a delta with log probabilities.
 
-        The log probabilities go with the content of the delta, else with its reasoning. If the delta has neither,
-        because its text is not final yet or is a tool call, they go with an empty content.
+        The log probabilities are sent with the content of the delta, else with its reasoning. If the delta has neither,
+        because its text is not final yet or is a tool call, they are sent with an empty content.
         """
         choice = delta.choice
         if not 0 <= choice < self._choices:
@@ -124,8 +124,11 @@ class ChatChunks:
         return events + "".join(self._encode_call(choice, channel, text) for channel, text in delta.pieces)
 
     def _encode_call(self, choice: int, channel: int, piece: str) -> str:
-        """Render one tool call; empty if the piece is no valid call of a requested choice, or one above
-        `MAX_CALLS_SENT`."""
+        """Return the chunk of one tool call.
+
+        Return an empty string if `piece` is not a valid call of a requested choice, or if the choice already has
+        `MAX_CALLS_SENT` calls.
+        """
         if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MAX_CALLS_SENT:
             return ""
         call = convert_call(piece, self._custom)
@@ -137,7 +140,7 @@ class ChatChunks:
 
 
 def convert_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
-    """Return a tool call of the engine in OpenAI's shape. `piece` is the call as JSON. Return None if it is invalid.
+    """Return a tool call of the engine in OpenAI's format; None if it is invalid. `piece` is the call as JSON.
 
     `custom` has the names of the custom tools. All other calls are calls of functions.
     """
@@ -158,7 +161,7 @@ class _Written(msgspec.Struct, gc=False):
 
 
 class UsageField(msgspec.Struct, gc=False):
-    """Field `usage` of an answer: token counts."""
+    """Field `usage` of an answer, with the token counts."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -195,7 +198,10 @@ class _Completion(msgspec.Struct, gc=False):
 def encode_completion(
     spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()
 ) -> bytes:
-    """Encode the whole answer to a request without a stream. `custom` names its custom tools."""
+    """Encode the complete answer to a request that does not stream.
+
+    `custom` has the names of the custom tools of the request.
+    """
     choices = [_build_choice(choice, spec, answer, finished, custom) for choice in range(spec.params.n)]
     name = f"chatcmpl-{spec.request_id}"
     return _encode(
@@ -213,7 +219,7 @@ def encode_completion(
 
 @lru_cache(maxsize=64)
 def compute_system_fingerprint(fingerprint: str) -> str | None:
-    """Return OpenAI's `system_fingerprint`, which changes with the model's files; None without a fingerprint."""
+    """Return OpenAI's `system_fingerprint` for the fingerprint of a model's files; None if that is empty."""
     return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
 
 
@@ -246,7 +252,7 @@ def _render_json(value: object) -> str:
 
 
 def build_usage(finished: Finished) -> UsageField:
-    """Return the token counts of a finished request in OpenAI's shape."""
+    """Return the token counts of a finished request in OpenAI's format."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
     return UsageField(
         prompt, written, prompt + written, _UsageDetails(finished.cached_tokens), _Written(finished.reasoning_tokens)

@@ -1,8 +1,9 @@
-"""Schema of the body of `/v1/chat/completions` for pydantic: OpenAI's shape with common extra parameters.
+"""Schema of the body of `/v1/chat/completions` for pydantic: OpenAI's format with common extra parameters.
 
-Three tables define the other fields. `NEUTRAL` fields are not supported, but their neutral values pass. `HARMLESS`
-fields pass, because they have no effect here. `INSTEAD` has alternatives and notes. Any other field is unknown. A
-feature that some models of this cluster lack (`ResourceDemand.features`) is accepted here and checked by placement.
+Three tables define the other fields. Fields of `NEUTRAL` are not supported, but their neutral values are accepted.
+Fields of `HARMLESS` are accepted, because they have no effect here. `INSTEAD` has alternatives and notes. Any other
+field is unknown. A feature that some models of the cluster lack (`ResourceDemand.features`) is accepted here, and
+checked by placement.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "web_search_options": "the server does not search: send a search tool",
     }
 )
-"""Fields without an effect on an answer of this server, with the reason."""
+"""Accepted fields that have no effect on an answer of this server, each with the reason."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
@@ -70,7 +71,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "audio": (None,),
     }
 )
-"""Unsupported fields, with their accepted neutral values."""
+"""Unsupported fields, each with its accepted neutral values."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -98,25 +99,28 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "include_obfuscation": "only false is supported: streams are not padded",
     }
 )
-"""Alternatives to unsupported fields, and notes on supported fields."""
+"""Notes on fields: alternatives to unsupported fields, and effects of supported fields."""
 
 
 class TextPart(StrictPart):
-    """Text part of a message: type `text`, or `input_text` and `output_text` as in `/v1/responses`."""
+    """Text part of a message. The types `input_text` and `output_text` of `/v1/responses` are accepted as well."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
 class RefusalPart(StrictPart):
-    """Text part of an assistant's refusal."""
+    """Part of an assistant's message with the text of a refusal."""
 
     type: Literal["refusal"]
     refusal: str
 
 
 class ThinkingPart(StrictPart):
-    """Reasoning of an earlier answer as a part, as in Anthropic's and Mistral's messages. `signature` has no effect."""
+    """Part with the reasoning of an earlier answer, as in Anthropic's and Mistral's messages.
+
+    `signature` has no effect.
+    """
 
     type: Literal["thinking"]
     thinking: Annotated[
@@ -128,14 +132,14 @@ class ThinkingPart(StrictPart):
 
 
 class ReasoningPart(StrictPart):
-    """Reasoning of an earlier answer as a part, as in messages of LangChain and the AI SDK."""
+    """Part with the reasoning of an earlier answer, as in messages of LangChain and the AI SDK."""
 
     type: Literal["reasoning"]
     text: str
 
 
 class ToolUsePart(StrictPart):
-    """Tool call of an earlier answer as a part, as in Anthropic's messages. Cursor sends it to chats."""
+    """Part with a tool call of an earlier answer, as in Anthropic's messages. Cursor sends it to chats."""
 
     type: Literal["tool_use"]
     id: CallId
@@ -144,7 +148,10 @@ class ToolUsePart(StrictPart):
 
 
 class ToolResultPart(StrictPart):
-    """Result of a tool call as a part of a user's message, as in Anthropic's messages. `is_error` has no effect."""
+    """Part of a user's message with the result of a tool call, as in Anthropic's messages.
+
+    `is_error` has no effect.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: CallId
@@ -193,9 +200,9 @@ def _complete_type(kind: object) -> object:
 
 
 class CalledFunction(StrictPart):
-    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
+    """Function in a tool call of the assistant. `parsed_arguments` has no effect.
 
-    Clients leave out the arguments of a call without any, or send them as an object. `parsed_arguments` has no effect.
+    `arguments` is JSON text if the model produced valid JSON. Some clients omit empty arguments, or send an object.
     """
 
     name: Named
@@ -206,7 +213,8 @@ class CalledFunction(StrictPart):
 class MessageToolCall(StrictPart):
     """Function call that the assistant made in an earlier turn.
 
-    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream. They have no effect.
+    Client libraries leave `index` and `parsed_arguments` in messages that they assemble from a stream. These fields
+    have no effect.
     """
 
     id: CallId
@@ -240,8 +248,8 @@ MessageCall = Annotated[
 class ChatMessage(StrictPart):
     """Message of the conversation. `annotations` and `parsed` have no effect.
 
-    `refusal` is appended to `content`. `reasoning` counts only without `reasoning_content`, reasoning in parts of
-    `content` only without both.
+    `refusal` is appended to `content`. `reasoning` is used only if `reasoning_content` is empty. Reasoning in parts of
+    `content` is used only if both are empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -259,7 +267,7 @@ class ChatMessage(StrictPart):
 
 
 class FunctionSpec(StrictPart):
-    """Function that the model may call. With `strict`, the arguments of its calls must follow `parameters`."""
+    """Function that the model may call. If `strict` is true, the arguments of each call follow `parameters`."""
 
     name: FunctionName
     description: str | None = None
@@ -275,7 +283,7 @@ class ChatTool(StrictPart):
 
 
 class CustomToolSpec(StrictPart):
-    """Custom tool, whose input is a text. A grammar in `format` is shown to the model, and is not enforced."""
+    """Custom tool, whose input is a text. A grammar in `format` is shown to the model, but not enforced."""
 
     name: FunctionName
     description: str | None = None

@@ -1,7 +1,7 @@
 """`/v1/completions`: one request for each prompt, combined into one answer with consecutive choices.
 
-A prompt is text or token ids and goes to the model unchanged. The answer is plain text: neither reasoning nor calls are
-parsed in it.
+A prompt is text or token ids, and is given to the model unchanged. The answer is plain text, in which neither reasoning
+nor calls are recognised.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from router.errors import Problem, build_invalid
 from wire.frames import Finished, GenerationParams
 
 DEFAULT_ANSWER_TOKENS = 16
-"""Maximum tokens of an answer if the body sets no limit: OpenAI's default, on which its clients rely."""
+"""Maximum tokens of an answer if the body sets no limit. Clients rely on this default of OpenAI."""
 
 Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of `/v1/completions`. With `echo`, every choice begins with its prompt."""
+    """Parsed body of `/v1/completions`. If `echo` is true, every choice begins with its prompt."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -40,9 +40,9 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Names of the fields of the body that have no effect."""
     set_penalties: frozenset[str] = frozenset()
-    """Names of the penalties that the body sets, also to their defaults."""
+    """Names of the penalties that the body sets, including those set to their defaults."""
     default_limit: bool = False
-    """Whether the body sets no limit of the answer, so that `params` has `DEFAULT_ANSWER_TOKENS`."""
+    """Whether the body sets no maximum length of the answer, so that `params` has `DEFAULT_ANSWER_TOKENS`."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -68,12 +68,12 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
         )
 
     def _list_echoes(self) -> list[str]:
-        """Return the text before each choice."""
+        """Return the text that precedes each choice: its prompt for `echo`, else an empty text."""
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_completion(spec, answer, finished, self._list_echoes())
 
     def create_chunk_encoder(self, reader: AnswerReader) -> CompletionChunks:
@@ -82,7 +82,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionRoute:
-    """Dialect of `/v1/completions`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/completions`. `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -133,7 +133,7 @@ def _list_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
 
 
 def _check_combinations(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
-    """Return the 400 problem of a combination of fields that is not supported; None without one."""
+    """Return a 400 problem if the body has a combination of fields that is not supported, else None."""
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         return build_unsupported(

@@ -1,4 +1,4 @@
-"""`/v1/completions`: convert deltas and usage to OpenAI's older shape, whole or as server-sent events."""
+"""`/v1/completions`: convert deltas and usage to OpenAI's older format, as one object or as server-sent events."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from wire.frames import Channel, Delta, Finished, Logprob
 class CompletionChunks:
     """Encoder of one streamed answer into chunks of `/v1/completions`.
 
-    `echoes` has for each choice the text that precedes the choice, or an empty text.
+    `echoes` has the text that precedes each choice, which may be empty.
     """
 
     def __init__(self, spec: RequestSpec, echoes: Sequence[str]) -> None:
@@ -29,16 +29,16 @@ class CompletionChunks:
         self._offsets = [len(echo) for echo in echoes]
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a server-sent comment with the reason of the wait."""
+        """Encode a server-sent comment with the reason of a wait (`why`), which may be empty."""
         return encode_comment(why)
 
     def encode_opening(self) -> bytes:
-        """Encode the prompts of a request with `echo`, else nothing."""
+        """Encode the texts that precede the choices; empty if there are none."""
         events = (self._encode_event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
         return "".join(events).encode()
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as chunks; empty if they hold nothing for a client."""
+        """Encode deltas as chunks; empty if they have nothing for the client."""
         return "".join(self._encode_delta(delta) for delta in deltas).encode()
 
     def _encode_delta(self, delta: Delta) -> str:
@@ -64,7 +64,7 @@ class CompletionChunks:
         return ends.encode() + DONE
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Encode the error event that ends a failed stream; no `[DONE]` follows."""
+        """Encode the error event that ends a failed stream, without `[DONE]`."""
         return problem.encode_event(self._spec.request_id)
 
     def _encode_event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -74,8 +74,10 @@ class CompletionChunks:
 
 
 def encode_completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
-    """Encode the whole answer to a request without a stream. `echoes` has for each choice the text that precedes it, or
-    an empty text."""
+    """Encode the complete answer to a request that does not stream.
+
+    `echoes` has the text that precedes each choice, which may be empty.
+    """
     reasons = _list_reasons(finished, len(echoes))
     choices = [
         {
@@ -103,7 +105,7 @@ def _list_reasons(finished: Finished, choices: int) -> list[str]:
 
 
 class LegacyLogprobs(msgspec.Struct, gc=False):
-    """Field `choices[].logprobs` in the older shape: parallel lists with one item per token."""
+    """Field `choices[].logprobs` in the older format: parallel lists with one item for each token."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -118,7 +120,7 @@ def _build_logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int, offs
 
 
 def convert_logprobs(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:
-    """Convert log probabilities to the older shape, with at most `top` alternatives per token.
+    """Return log probabilities in the older format, with at most `top` alternatives for each token.
 
     `offset` is the number of characters before the first token. A token that is a part of a character is represented by
     its bytes, as in OpenAI's answers.

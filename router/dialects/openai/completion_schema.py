@@ -1,4 +1,4 @@
-"""Schema of the body of `/v1/completions`: raw prompts, without roles and without the model's template."""
+"""Schema of the body of `/v1/completions`, whose prompts have no roles and do not use the model's template."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

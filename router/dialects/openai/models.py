@@ -1,6 +1,6 @@
-"""`/v1/models`: list the models that the cluster can serve, and their aliases, in OpenAI's or Anthropic's shape.
+"""`/v1/models`: list the models that the cluster can serve, and their aliases, in OpenAI's or Anthropic's format.
 
-A model that no node can load is left out.
+A model that no node can load is not listed.
 """
 
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from wire.report import Model
 
 OWNER = "macpool"
 ALIAS_OWNER = "macpool-alias"
-"""Value of `owned_by` for an alias in the list of models; a model has `OWNER`."""
+"""Value of `owned_by` for an alias in the list of models. The value for a model is `OWNER`."""
 _ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
 _PARAMETERS = {
     ModelKind.EMBED: ("dimensions", "encoding_format", "truncate", "prompt_name"),
@@ -29,7 +29,7 @@ _OUTPUTS = {
     ModelKind.EMBED: ("embeddings", "embeddings"),
     ModelKind.RERANK: ("rerank", "rerank"),
 }
-"""Type of a model and modality of its output, by kind."""
+"""Type of a model and modality of its output, by the kind of the model."""
 _BY_FEATURE = {
     TOOLS: ("tools", "tool_choice", "parallel_tool_calls"),
     GRAMMAR: ("response_format", "structured_outputs"),
@@ -39,7 +39,7 @@ _BY_FEATURE = {
 
 
 def list_models(models: VisibleModels, created: int) -> bytes:
-    """Return the models of `models` that a member can serve, then all aliases, each sorted, as JSON in OpenAI's shape.
+    """Return the models that a member can serve, then all aliases, each sorted by name, as JSON in OpenAI's format.
 
     An alias is listed even if no node can serve its candidates. `created`, in Unix seconds, is the creation time of
     every entry.
@@ -51,7 +51,7 @@ def list_models(models: VisibleModels, created: int) -> bytes:
 
 
 def get_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
-    """Return a model or an alias as JSON in OpenAI's shape, or a 404 problem with the reason.
+    """Return a model or an alias as JSON in OpenAI's format, or a 404 problem with the reason.
 
     `created`, in Unix seconds, is the creation time in the answer.
     """
@@ -68,11 +68,11 @@ def get_model(models: VisibleModels, name: str, created: int) -> bytes | Problem
 
 
 def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
-    """Return a model in OpenAI's shape, with fields that clients know from other servers.
+    """Return a model in OpenAI's format, with fields that clients know from other servers.
 
-    OpenRouter has `context_length`, `architecture` and `supported_parameters`, vLLM has `max_model_len`, and llama.cpp
-    has `meta`. LM Studio has `type`, `state`, `max_context_length` and `capabilities`. `size` is the bytes of the
-    weights.
+    OpenRouter has `context_length`, `architecture` and `supported_parameters`. vLLM has `max_model_len`, and llama.cpp
+    has `meta`. LM Studio has `type`, `state`, `max_context_length` and `capabilities`. `size` is the size of the
+    weights in bytes.
     """
     kind = get_kind(model.features)
     named, output = _OUTPUTS[kind]
@@ -102,8 +102,10 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
 
 
 def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, object]:
-    """Return an alias in OpenAI's shape: the properties of its first candidate that a node can serve, and all
-    candidates in `alias.candidates`."""
+    """Return an alias in OpenAI's format, with the properties of its first candidate that a node can serve.
+
+    `alias.candidates` has all candidates.
+    """
     about = {"candidates": models.aliases[alias]}
     model = models.find_alias_model(alias)
     if model is None:
@@ -113,8 +115,7 @@ def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, o
 
 
 def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
-    """Return the models of `models` that a member can serve, then the aliases with such a candidate, as JSON in
-    Anthropic's shape.
+    """Return the models that a member can serve, then the aliases of such models, as JSON in Anthropic's format.
 
     All of them are on one page. `created`, in Unix seconds, is the creation time of every entry.
     """
@@ -128,10 +129,10 @@ def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
 
 
 def get_anthropic_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
-    """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason.
+    """Return a model or an alias as JSON in Anthropic's format, or a 404 problem with the reason.
 
-    An alias whose candidates no node can serve is a 404, because the list leaves the alias out. `created`, in Unix
-    seconds, is the creation time in the answer.
+    An alias of which no node can serve a candidate gives a 404 problem, because `list_anthropic_models` does not list
+    it. `created`, in Unix seconds, is the creation time in the answer.
     """
     model, alias = models.find_model(name), models.find_alias(name)
     if model is not None:

@@ -1,4 +1,4 @@
-"""`/v1/responses`: convert items to the parts of a Generate frame, which may continue a stored conversation."""
+"""`/v1/responses`: convert items to the parts of a `Generate` frame, which may continue a stored conversation."""
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,25 +55,28 @@ _UNSUPPORTED: Mapping[str, str] = {
     "input_items": "send the items with each request, or refer to their answer by previous_response_id",
     "input_tokens": "/v1/messages/count_tokens counts the tokens of a conversation",
 }
-"""Last parts of the paths of OpenAI's routes that are not supported, with what to do instead."""
+"""Alternatives to OpenAI's routes that are not supported, by the last part of the path of the route."""
 
 
 class ResponsesRequest(ConversationRequest, frozen=True):
     """Parsed body of `/v1/responses`, with the store for its answer."""
 
     outline: ResponseMeta | None = None
-    """Fields of the request that the answer repeats; `ResponsesRoute.parse` always sets them."""
+    """Fields of the request that the answer repeats, which `ResponsesRoute.parse` always sets."""
     conversation: tuple[Message, ...] = ()
-    """Conversation up to the answer, without the instructions."""
+    """Conversation before the answer, without the instructions."""
     store: ResponseStore | None = None
-    """Store for the answer; None if the answer is not stored."""
+    """Store for the answer; None if the answer will not be stored."""
     items: OutputItems | None = None
-    """Store for the items of the answer; None if the answer is not stored."""
+    """Store for the items of the answer; None if the answer will not be stored."""
     key: str = ""
     """Id of the API key."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer, and store it if requested; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer, and store it unless the request forbids that.
+
+        See `router.dialects.shared.interface.ParsedRequest`.
+        """
         body, assembled = encode_response(cast("ResponseMeta", self.outline), spec, answer, finished)
         self._store_answer(body, assembled)
         return body
@@ -95,7 +98,7 @@ class ResponsesRequest(ConversationRequest, frozen=True):
 class ResponsesRoute:
     """Dialect of `/v1/responses`, with its stored answers.
 
-    With `strict`, unknown fields are refused, and tools and items that are otherwise left out.
+    `strict` refuses unknown fields, and the tools and items that the prompt would otherwise omit.
     """
 
     style = OPENAI
@@ -172,7 +175,7 @@ class ResponsesRoute:
         )
 
     def _build_conversation(self, body: ResponsesBody, key: str, tools: ToolSet) -> tuple[Message, ...] | Problem:
-        """Return the conversation: the stored messages, then the new ones."""
+        """Return the conversation, which is the stored messages followed by the new messages; or a 400 problem."""
         items = body.input if isinstance(body.input, str) else self._resolve_references(body.input, key)
         if isinstance(items, Problem):
             return items
@@ -191,7 +194,7 @@ class ResponsesRoute:
         return (*stored.messages, *messages)
 
     def _resolve_references(self, items: Sequence[InputItem], key: str) -> list[Item] | Problem:
-        """Return the items of a body with its references replaced by stored items of the key.
+        """Return the items of a body, with references replaced by the stored items of the key.
 
         Return a 400 problem for a reference to an item that is not stored, and for a second reference to the same item.
         """
@@ -215,11 +218,11 @@ _STORED: Mapping[str, type[MessageItem | CallItem | CustomCallItem | ReasoningIt
     "custom_tool_call": CustomCallItem,
     "reasoning": ReasoningItem,
 }
-"""Input item for each type of output item."""
+"""Class of the input item for each type of output item."""
 
 
 def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
-    """Return the grammar of the answer: its format and its forced calls."""
+    """Return the grammar of the answer, from its format and its forced calls; None if the answer is free."""
     spec = body.text.format if body.text is not None else None
     form: GrammarSpec | Problem | None = GrammarSpec(GrammarKind.JSON_OBJECT) if isinstance(spec, JsonObject) else None
     if isinstance(spec, SchemaFormat):
@@ -241,7 +244,10 @@ def _collect_tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
 def _convert_tool(
     tool: FunctionTool | ResponsesCustomTool | Namespace | ForeignPart, namespace: str = ""
 ) -> Iterator[OfferedTool]:
-    """Yield the functions of a tool for the model: for a namespace those of its tools, for a tool of a server none."""
+    """Yield the functions of a tool for the model.
+
+    A namespace has those of its tools. A tool that runs on a server has none.
+    """
     if isinstance(tool, Namespace):
         for inner in tool.tools:
             yield from _convert_tool(inner, tool.name)
@@ -254,10 +260,10 @@ def _convert_tool(
 
 
 def build_unsupported_use(name: str, query: bytes) -> Problem | None:
-    """Return the 404 problem of an unsupported route, or the 400 problem of a stored answer as a stream; None for other
-    uses.
+    """Return the problem of an unsupported use of a path below `/v1/responses/`; None for any other use.
 
-    `name` is the path after `/v1/responses/`, and `query` the query of the URL.
+    An unsupported route gives a 404 problem, and the retrieval of a stored answer as a stream gives a 400 problem.
+    `name` is the path after `/v1/responses/`, and `query` is the query of the URL.
     """
     hint = _UNSUPPORTED.get(name.rpartition("/")[2])
     if hint is not None:

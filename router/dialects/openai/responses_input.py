@@ -1,4 +1,4 @@
-"""Conversion of `/v1/responses` items to messages.
+"""Conversion of the items of `/v1/responses` to the messages of a `Generate` frame.
 
 Reasoning, text and calls of the model that follow each other in this order become one message.
 """
@@ -36,12 +36,12 @@ from wire.frames import Message, ToolCall
 
 
 def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]) -> list[Message] | Problem:
-    """Convert the items of a body to messages. A text is one user message. A `ToolsItem` is no message.
+    """Return the messages of the items of a body, or a 400 problem. A text becomes one message of the user.
 
     `origins` maps the names of functions to the tools of the client (`ToolSet.origins`). A call of such a tool gets the
-    name under which the model is offered the tool.
+    name under which the tool is offered to the model. A `ToolsItem` gives no message.
 
-    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls, and for a foreign item that cannot be
+    A problem is returned for more than `MAX_CALLS` consecutive tool calls, and for a foreign item that cannot be
     converted (`_convert_foreign_item`).
     """
     if isinstance(items, str):
@@ -73,7 +73,7 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
 
 
 def _is_same_turn(turn: Sequence[Message], message: Message, calls: int) -> bool:
-    """Return whether a message belongs to the turn before it.
+    """Return whether a message belongs to the turn before it, which has `calls` tool calls.
 
     A tool call always continues a turn of the assistant. Reasoning and text continue the turn only if it has no tool
     call yet and its last message has no text.
@@ -84,7 +84,7 @@ def _is_same_turn(turn: Sequence[Message], message: Message, calls: int) -> bool
 
 
 def _merge_turn(turn: Sequence[Message]) -> list[Message]:
-    """Join the messages of one turn in linear time; empty without messages."""
+    """Return one message for the messages of a turn, in linear time; empty if it has none."""
     if len(turn) <= 1:
         return list(turn)
     return [
@@ -98,7 +98,7 @@ def _merge_turn(turn: Sequence[Message]) -> list[Message]:
 
 
 def _convert_item(item: OwnItem, offered: Mapping[tuple[str, str], str]) -> Message:
-    """Convert an item. `offered` maps the namespace and the name of a tool to the name of its function."""
+    """Return the message of an item. `offered` maps the namespace and name of a tool to the name of its function."""
     if isinstance(item, MessageItem):
         return Message(item.role, _join_text(item.content))
     if isinstance(item, CallItem | CustomCallItem):
@@ -112,10 +112,10 @@ def _convert_item(item: OwnItem, offered: Mapping[tuple[str, str], str]) -> Mess
 
 
 def _convert_foreign_item(item: ForeignItem, path: str) -> Message | Problem | None:
-    """Convert a call that another server or its client ran, or its result.
+    """Return the message of a call that another server or its client ran, or of the result of such a call.
 
-    Return None for an item without `call_id`, such as a search on a server: the answer after it has its result. Return
-    a 400 problem for an item of `COMPACTIONS`, and for arguments or a result that cannot be encoded.
+    Return None for an item without `call_id`, such as a search on a server, whose result is in the answer after it.
+    Return a 400 problem for an item of `COMPACTIONS`, and for arguments or a result that cannot be encoded.
     """
     if item.type in COMPACTIONS:
         why = f"{path}.type {item.type!r} is not supported: only its server can read it: begin a new conversation"
@@ -134,7 +134,10 @@ def _convert_foreign_item(item: ForeignItem, path: str) -> Message | Problem | N
 
 
 def _render_foreign_output(output: object) -> str | Problem:
-    """Return the text of a result. A text takes the place of a part that is no text, such as a screenshot."""
+    """Return the text of a result, in which a part that is not text, such as a screenshot, is replaced by a note.
+
+    Return a 400 problem for a part that cannot be encoded.
+    """
     parts = cast("list[object]", output) if isinstance(output, list) else [output]
     texts = [_render_foreign_part(part) for part in parts]
     problem = next((text for text in texts if isinstance(text, Problem)), None)
@@ -154,12 +157,12 @@ def _render_foreign_part(part: object) -> str | Problem:
 
 
 def list_omitted_items(items: str | Iterable[InputItem]) -> list[str]:
-    """Return the items that the prompt omits, as `path=type`: items of other servers without a call id."""
+    """Return the items that the prompt omits, as `path=type`. These are items of other servers without a call id."""
     return [f"input[].type={item.type}" for item in items if isinstance(item, ForeignItem) and item.call_id is None]
 
 
 def list_omitted_parts(items: str | Iterable[InputItem]) -> list[str]:
-    """Return the parts of tool results that are no text, such as images, as `path=type`."""
+    """Return the parts of tool results that are not text, such as images, as `path=type`."""
     return [
         f"input[].output[].type={part.type}"
         for item in items

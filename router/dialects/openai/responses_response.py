@@ -1,7 +1,7 @@
-"""`/v1/responses`: convert deltas and usage to OpenAI's newer answer, whole or as numbered events.
+"""`/v1/responses`: convert deltas and usage to OpenAI's newer answer, as one object or as numbered events.
 
-An answer is a list of items: the reasoning, the text, each call. In a stream an item is added, filled and done before
-the next, and the last event repeats the whole answer.
+An answer is a list of items: the reasoning, the text, and each call. In a stream, each item is added, filled and
+finished before the next, and the last event repeats the complete answer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -31,8 +31,8 @@ class ResponseMeta:
     """Fields of a request that each answer of `/v1/responses` repeats.
 
     `name` is the id of the answer without its prefix. `body` is the validated body. `fields` is the body as received,
-    for its `text`, `tool_choice` and `tools`. `origins` maps function names to tools that the client knows in another
-    form.
+    for its `text`, `tool_choice` and `tools`. `origins` maps the names of functions to the tools of the client
+    (`ToolSet.origins`).
     """
 
     def __init__(self, name: str, body: ResponsesBody, fields: Body, origins: Mapping[str, ClientTool]) -> None:
@@ -57,8 +57,10 @@ class ResponseMeta:
         }
 
     def build_body(self, spec: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
-        """Return an answer as a JSON object, with this status and these items. `more` overrides other fields by their
-        names."""
+        """Return an answer as a JSON object, with the status `status` and the items `output`.
+
+        `more` sets further fields by name, in place of their defaults.
+        """
         return {
             "id": f"resp_{self.name}",
             "object": "response",
@@ -74,8 +76,10 @@ class ResponseMeta:
         }
 
     def build_finished_body(self, spec: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
-        """Return a finished answer as a JSON object, with its usage. An answer cut by its token limit is
-        `incomplete`."""
+        """Return a finished answer as a JSON object, with its usage.
+
+        An answer that the token limit ended has the status `incomplete`.
+        """
         cut = is_cut_short(finished)
         return self.build_body(
             spec,
@@ -86,9 +90,9 @@ class ResponseMeta:
         )
 
     def build_call_item(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
-        """Return the output item of a tool call, as the client knows the tool. `name` is the id of the item.
+        """Return the output item of a tool call, with the client's own name and type of the tool.
 
-        If the call has only `begun`, its arguments or its input are empty.
+        `name` is the id of the item. If the call has only `begun`, its arguments or its input are empty.
         """
         origin = self._origins.get(call.name, ClientTool(call.name))
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
@@ -98,7 +102,7 @@ class ResponseMeta:
         return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
 
     def get_item_id(self, at: int, channel: Channel) -> str:
-        """Return the id of an output item by its position in the answer."""
+        """Return the id of the output item at position `at` of the answer."""
         return f"{_PREFIX[channel]}_{self.name}_{at}"
 
 
@@ -108,9 +112,9 @@ def is_cut_short(finished: Finished) -> bool:
 
 
 def build_output(outline: ResponseMeta, assembled: SingleChoiceAnswer, *, cut: bool) -> list[Shape]:
-    """Return the output items of a whole answer: reasoning, text, and calls.
+    """Return the output items of a complete answer: reasoning, text, and calls.
 
-    With `cut`, the token limit has ended the answer: its last item is incomplete, unless it is a call.
+    `cut` tells whether the token limit ended the answer. Its last item is then incomplete, unless it is a call.
     """
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, assembled.reasoning), (Channel.CONTENT, assembled.content)):
@@ -124,7 +128,7 @@ def build_output(outline: ResponseMeta, assembled: SingleChoiceAnswer, *, cut: b
 
 
 def build_usage(finished: Finished) -> Shape:
-    """Return the token counts of a finished request in the shape of `/v1/responses`."""
+    """Return the token counts of a finished request in the format of `/v1/responses`."""
     return {
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
@@ -137,10 +141,10 @@ def build_usage(finished: Finished) -> Shape:
 def encode_response(
     outline: ResponseMeta, spec: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
-    """Return the whole answer to a request without a stream as JSON, and its content.
+    """Return the complete answer to a request that does not stream, as JSON, and its content.
 
-    Only the first choice is part of it. Invalid calls, and calls above `MAX_CALLS_SENT`, are left out. The last item of
-    an answer that the token limit has ended is `incomplete`, unless it is a call.
+    Only the first choice is part of it. Invalid calls, and calls above `MAX_CALLS_SENT`, are omitted. The last item of
+    an answer that the token limit ended is `incomplete`, unless it is a call.
     """
     assembled = assemble_answer(answer)
     output = build_output(outline, assembled, cut=is_cut_short(finished))
@@ -150,7 +154,8 @@ def encode_response(
 class ResponseChunks:
     """Encoder of one streamed answer into numbered events.
 
-    `on_end` is called at the end of an answer with its JSON and its content, also if it failed or its client left.
+    `on_end` is called at the end of the answer with its JSON and its content, even if it failed or its client
+    disconnected.
     """
 
     def __init__(
@@ -168,7 +173,7 @@ class ResponseChunks:
         self._calls: list[AnswerToolCall] = []
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a server-sent comment with the reason of the wait."""
+        """Encode a server-sent comment with the reason of a wait (`why`), which may be empty."""
         return encode_comment(why)
 
     def encode_opening(self) -> bytes:
@@ -179,7 +184,7 @@ class ResponseChunks:
         )
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode the deltas of the first choice as events of output items; empty if they hold nothing for a client."""
+        """Encode the deltas of the first choice as events of output items; empty if they add nothing to an item."""
         events = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
@@ -194,17 +199,17 @@ class ResponseChunks:
         return events
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Encode the end of a complete stream, and call `on_end`. The last event repeats the whole answer."""
+        """Encode the end of a complete stream, and call `on_end`. The last event repeats the complete answer."""
         events = self._close("incomplete" if is_cut_short(finished) else "completed")
         body = self._outline.build_finished_body(self._spec, self._output, finished)
         self._store(body)
         return events + self._encode_event(f"response.{body['status']}", response=body)
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Close the open item, and encode the event that ends a failed stream, with the items so far.
+        """Encode the end of the open item and the event that ends a failed stream, with the items so far.
 
-        The event has the reason, unless the client has left. Call `on_end`, because the next request may refer to items
-        that the client has.
+        The event has the reason, unless the client has disconnected. `on_end` is called, because the next request may
+        refer to items that the client has.
         """
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
@@ -262,7 +267,7 @@ class ResponseChunks:
         return self._encode_event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _encode_part_event(self, kind: str, channel: Channel, parts: Shape) -> bytes:
-        """Render an event about the single part of the current item."""
+        """Return an event about the single part of the current item."""
         return self._encode_event(
             kind, item_id=self._get_item_id(channel), output_index=len(self._output), content_index=0, **parts
         )

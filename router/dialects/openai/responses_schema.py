@@ -1,4 +1,4 @@
-"""Schema of the body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages.
+"""Schema of the body of `/v1/responses`, in OpenAI's newer format with a list of items instead of messages.
 
 Fields of the type `Any` are accepted and have no effect, except `namespace` of a call.
 """
@@ -83,7 +83,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class InputText(StrictPart):
-    """Text part of a message from the client: type `input_text`, or `text` as in chats."""
+    """Text part of a message from the client. The type `text` of chats is accepted as well."""
 
     type: Literal["input_text", "text"]
     text: str
@@ -100,7 +100,7 @@ class OutputText(StrictPart):
 
 
 class OutputRefusal(StrictPart):
-    """Text part of a refusal by the model."""
+    """Part of a message from the model with the text of a refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -136,7 +136,7 @@ ToolOutput = Annotated[
 
 
 class FunctionTool(StrictPart):
-    """Function that the model may call. With `strict`, the arguments of its calls must follow `parameters`."""
+    """Function that the model may call. If `strict` is true, the arguments of each call follow `parameters`."""
 
     type: Literal["function"]
     name: FunctionName
@@ -187,7 +187,7 @@ AnyTool = Annotated[
 
 
 class ReturnedItem(StrictPart):
-    """Base of input items that may come from an earlier answer. `id` and `status` have no effect."""
+    """Base of the input items that may come from an earlier answer. `id` and `status` have no effect."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -203,8 +203,7 @@ class MessageItem(ReturnedItem):
 
 
 class CallItem(ReturnedItem):
-    """Input item: a function call that the model made. `arguments` is JSON text, as far as the model produced valid
-    JSON, or an object."""
+    """Input item: a function call that the model made. `arguments` is an object, or JSON text if it is valid."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -216,7 +215,7 @@ class CallItem(ReturnedItem):
 
 
 class OutputItem(ReturnedItem):
-    """Input item: the result of a function call. A text takes the place of parts that are no text, such as images."""
+    """Input item: the result of a function call. Parts that are not text, such as images, are replaced by a note."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -256,7 +255,7 @@ class ReasoningText(StrictPart):
 
 
 class ReasoningItem(ReturnedItem):
-    """Input item: reasoning of the model. `summary` counts only without `content`."""
+    """Input item: reasoning of the model. `summary` is used only if `content` is empty."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
@@ -265,14 +264,14 @@ class ReasoningItem(ReturnedItem):
 
 
 class ItemReference(StrictPart):
-    """Input item: an item of an earlier answer to the same API key, by its id."""
+    """Input item: a reference, by its id, to an item of an earlier answer to the same API key."""
 
     type: Literal["item_reference"]
     id: Named
 
 
 class ToolsItem(ReturnedItem):
-    """Input item: further tools, which count like those of `tools`. Newer versions of Codex send them there."""
+    """Input item: further tools, in addition to those of `tools`. Newer versions of Codex send them there."""
 
     type: Literal["additional_tools"]
     role: Any = None
@@ -280,8 +279,8 @@ class ToolsItem(ReturnedItem):
 
 
 class ForeignItem(ForeignPart):
-    """Input item: a call for another server, such as a web search or a shell command, or its result. The prompt has
-    only items with `call_id`."""
+    """Input item: a call for another server, such as a web search or a shell command, or its result.
+    The prompt omits such an item if it has no `call_id`."""
 
     call_id: CallId | None = None
 
@@ -300,7 +299,7 @@ _ITEMS = frozenset(
 )
 FOREIGN_ITEMS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_output")
 COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
-"""Types of items in which another server has encrypted a conversation. They are refused."""
+"""Types of items in which another server has encrypted a conversation. Such items are refused."""
 
 
 def _get_item_tag(item: object) -> str:
@@ -345,7 +344,7 @@ class Reasoning(StrictPart):
 
 
 class SchemaFormat(NamedSchema):
-    """Answer format `json_schema`: the answer is JSON that follows the schema."""
+    """Answer format `json_schema`, for an answer that is JSON and follows the schema."""
 
     type: Literal["json_schema"]
 
@@ -359,7 +358,7 @@ Format = Annotated[
 
 
 class TextConfig(StrictPart):
-    """Field `text`: the format of the answer. `verbosity` has no effect."""
+    """Field `text`, which has the format of the answer. `verbosity` has no effect."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

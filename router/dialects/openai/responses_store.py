@@ -1,11 +1,11 @@
 """Stored answers of `/v1/responses`: in memory, per API key, until newer answers need the space.
 
-The store is bounded by count and by bytes, for each key and for all keys together. A key over its own limits loses its
-oldest answers; over the limits of all, the oldest answers of any key are removed. Nothing survives the process. A
-client that must not depend on the store sends the whole conversation.
+The store limits the number and the bytes of answers, for each key and for all keys together. If a key exceeds its own
+limits, its oldest answers are removed. If all keys together exceed their limits, the oldest answers of any key are
+removed. Nothing survives the process. A client that must not depend on the store sends the complete conversation.
 
 The output items of answers are stored a second time, without the conversations. A client that refers to all items of a
-long conversation needs many answers, and the conversations of these would not fit.
+long conversation needs many answers, whose conversations would not fit.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ MAX_ITEM_ANSWERS_PER_KEY = 4096
 MAX_ITEM_BYTES_PER_KEY = 8 * MIB
 """Maximum bytes of the items of one key."""
 MESSAGE_BYTES = 256
-"""Bytes charged for a message in addition to its text."""
+"""Bytes that each message adds to the size of an answer, in addition to its text."""
 
 
 class StoredResponse(msgspec.Struct, frozen=True, gc=False):
@@ -60,7 +60,7 @@ class KeyResponses(msgspec.Struct):
         self.nbytes += response.nbytes
 
     def pop(self, name: str) -> StoredResponse | None:
-        """Remove and return an answer; None if there is none of this id."""
+        """Remove and return the answer with the id `name`; None if there is none."""
         removed = self.entries.pop(name, None)
         if removed is not None:
             self.nbytes -= removed.nbytes
@@ -68,8 +68,11 @@ class KeyResponses(msgspec.Struct):
 
 
 def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
-    """Build the stored form of an answer or its items, with its size. Arguments are the fields of `StoredResponse`. The
-    size is the bytes of `body`, plus the characters of the messages, plus `MESSAGE_BYTES` for each message."""
+    """Return the stored form of an answer or of its items, with its size.
+
+    The arguments are fields of `StoredResponse`. The size is the bytes of `body`, the characters of the messages, and
+    `MESSAGE_BYTES` for each message.
+    """
     size = sum(
         MESSAGE_BYTES
         + len(message.content)
@@ -83,9 +86,10 @@ def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredR
 class ResponseStore:
     """Store of the answers of all API keys, in memory.
 
-    `most` is the maximum number of answers of all keys, `of_key` the maximum of one key. `nbytes` is the maximum size
-    of the answers of all keys in bytes, `key_bytes` the maximum of one key. The attribute `nbytes` is the current size
-    of all answers. The size of an answer is `StoredResponse.nbytes`.
+    `most` is the maximum number of answers of all keys, and `of_key` that of one key. `nbytes` is the maximum size of
+    the answers of all keys in bytes, and `key_bytes` that of one key. The size of an answer is `StoredResponse.nbytes`.
+
+    The attribute `nbytes` is the current size of all answers.
     """
 
     def __init__(
@@ -105,9 +109,9 @@ class ResponseStore:
         return len(self._order)
 
     def put(self, key: str, name: str, response: StoredResponse) -> None:
-        """Store an answer (`response`) of a key under its id (`name`), and delete the oldest answers above the limits.
+        """Store the answer `response` of a key under its id `name`, and delete the oldest answers above the limits.
 
-        An earlier answer with that id is deleted first. An answer that is larger than a limit is not stored.
+        An earlier answer of the key with that id is deleted first. An answer that is larger than a limit is not stored.
         """
         self.drop(key, name)
         if response.nbytes > min(self._key_bytes, self._most_bytes):
@@ -127,7 +131,7 @@ class ResponseStore:
         return None if responses is None else responses.entries.get(name)
 
     def drop(self, key: str, name: str) -> bool:
-        """Delete an answer of a key. Return False if the key has none of that id."""
+        """Delete the answer of a key with the id `name`. Return False if the key has no such answer."""
         responses = self._by_key.get(key)
         removed = None if responses is None else responses.pop(name)
         if responses is None or removed is None:
@@ -152,15 +156,15 @@ class OutputItems:
         )
 
     def put(self, key: str, name: str, body: bytes) -> None:
-        """Store the items of an answer of a key under the answer's id (`name`). `body` is the answer's JSON.
+        """Store the items of an answer of a key. `name` is the id of the answer, and `body` its JSON.
 
-        The oldest answers above the limits are deleted. Items that are larger than a limit are not stored.
+        The items of the oldest answers above the limits are deleted. Items that are larger than a limit are not stored.
         """
         output = msgspec.json.decode(body, type=_Output).output
         self._answers.put(key, name, build_stored_response(bytes(output), ()))
 
     def find(self, key: str, items: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Return the stored items of a key by their ids. `items` are the wanted ids; unknown ids are left out.
+        """Return the stored items of a key with the ids `items`, by id. An unknown id has no entry.
 
         The result may have further items of the same answers.
         """
@@ -172,5 +176,5 @@ class OutputItems:
         return found
 
     def drop(self, key: str, name: str) -> None:
-        """Delete the items of an answer of a key, if they are stored."""
+        """Delete the items of the answer of a key with the id `name`. Do nothing if they are not stored."""
         self._answers.drop(key, name)

@@ -1,4 +1,4 @@
-"""Schema of the body of `POST /v1/videos`, as JSON or as a form whose values are all texts."""
+"""Schema of the body of `POST /v1/videos`, which is JSON, or a form whose values are all texts."""
 
 import re
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def _parse_number(value: object) -> object:
 
 
 WholeNumber = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=-(10**12), le=10**12)]
-"""Whole number. The limits of each field, with their reasons, are in `coordinator.video.state.memory_model`."""
+"""Whole number, or its text. `coordinator.video.state.memory_model` has the limits of each field, with the reasons."""
 Seed = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_parse_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]

@@ -1,4 +1,4 @@
-"""`/v1/rerank` and `/v2/rerank`: one request for the scores of all documents, answered in the order of the scores."""
+"""`/v1/rerank` and `/v2/rerank`: one request for the scores of all documents, whose answer lists the best first."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
     top_n: int | None = None
     """Maximum number of results; None for all documents."""
     with_documents: bool = False
-    """Whether a result of `/v1/rerank` has the text of its document; a result of `/v2/rerank` never has it."""
+    """Whether a result of `/v1/rerank` has the text of its document. A result of `/v2/rerank` never has it."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -51,7 +51,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
         )
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_rerank(spec, answer, finished, self.top_n, with_documents=self.with_documents)
 
     def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
@@ -63,12 +63,12 @@ class ParsedCohereRerank(ParsedRerank, frozen=True, gc=False):
     """Parsed body of `/v2/rerank`."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the complete answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return encode_cohere_rerank(spec, answer, finished, self.top_n)
 
 
 class RerankRoute:
-    """Dialect of `/v1/rerank`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v1/rerank`. `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -97,7 +97,7 @@ class RerankRoute:
 
 
 class CohereRerankRoute:
-    """Dialect of `/v2/rerank`. With `strict`, unknown fields are refused."""
+    """Dialect of `/v2/rerank`. `strict` refuses unknown fields."""
 
     style = COHERE
 

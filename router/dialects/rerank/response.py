@@ -11,11 +11,14 @@ from router.errors import Problem
 from wire.frames import Finished
 
 DOCUMENTS_PER_UNIT = 100
-"""Maximum documents of one search unit, as Cohere counts them."""
+"""Maximum documents of one search unit, the unit in which Cohere counts requests."""
 
 
 def encode_cohere_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Cohere's shape: id and message. Macpool adds `code`, `param` and, if known, `memory`."""
+    """Encode an error as JSON in Cohere's format, with `id` and `message`.
+
+    Macpool adds the fields `code`, `param` and, if known, `memory`.
+    """
     error: dict[str, object] = {"id": request_id, "message": problem.message}
     error |= {"code": problem.code, "param": problem.param}
     if problem.memory is not None:
@@ -29,9 +32,9 @@ COHERE = DialectStyle(encode_cohere_error)
 def encode_rerank(
     spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None, *, with_documents: bool
 ) -> bytes:
-    """Encode the answer of `/v1/rerank` with the `top_n` best results (None: all), the highest score first.
+    """Encode the answer of `/v1/rerank` with the `top_n` best results, highest score first; None for all results.
 
-    With `with_documents`, each result has the text of its document.
+    `with_documents` adds the text of its document to each result.
     """
     documents = spec.embed.texts if with_documents and spec.embed is not None else ()
     tokens = finished.prompt_tokens
@@ -46,7 +49,7 @@ def encode_rerank(
 
 
 def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None) -> bytes:
-    """Encode the answer of `/v2/rerank` with the `top_n` best results (None: all), the highest score first."""
+    """Encode the answer of `/v2/rerank` with the `top_n` best results, highest score first; None for all results."""
     meta = {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": -(-len(answer.vectors) // DOCUMENTS_PER_UNIT)},
@@ -58,12 +61,10 @@ def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Fi
 def rank_documents(
     vectors: Sequence[bytes], top_n: int | None, documents: Sequence[str] = ()
 ) -> list[dict[str, object]]:
-    """Return the `top_n` best results of a request (None: all), the highest score first.
+    """Return the `top_n` best results of a request as JSON objects, highest score first; None for all results.
 
-    Equal scores keep the order of their documents.
-
-    `vectors` has the score of each document, in single precision and little endian. `documents` are their texts; with
-    an empty sequence the results have no texts.
+    Equal scores keep the order of their documents. `vectors` has the score of each document, in single precision and
+    little endian. `documents` are the texts of the documents; empty for results without texts.
     """
     scores: list[float] = [struct.unpack_from("<f", vector)[0] for vector in vectors]
     order = sorted(range(len(scores)), key=lambda place: -scores[place])

@@ -11,7 +11,7 @@ from router.dialects.shared.common_fields import WHOLE, Named, StrictPart, Text
 from router.dialects.shared.field_table import FieldTable
 
 DEFAULT_MAX_TOKENS = 4096
-"""Tokens of a document at which `/v2/rerank` cuts it, unless the request says otherwise: Cohere's default."""
+"""Default number of tokens after which `/v2/rerank` truncates a document, as in Cohere's API."""
 _DOCUMENTS = f"1 to {MAX_INPUTS} documents, none of them empty: texts, or objects with a field text"
 _TOP_N = "number of results; default: all documents"
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"rank_fields": (None, ["text"])})
@@ -36,7 +36,7 @@ COHERE_INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class DocumentPart(StrictPart):
-    """Document as an object with its text."""
+    """Document given as an object with its text."""
 
     text: Text
 
@@ -49,7 +49,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 
 
 class RerankFields(StrictPart):
-    """Fields that the bodies of `/v1/rerank` and `/v2/rerank` have in common."""
+    """Common fields of the bodies of `/v1/rerank` and `/v2/rerank`."""
 
     model: Named
     query: Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS)]
@@ -58,7 +58,7 @@ class RerankFields(StrictPart):
     max_tokens_per_doc: MaxTokens | None = None
 
     def list_texts(self) -> tuple[str, ...]:
-        """Return the texts of the documents."""
+        """Return the texts of the documents, in order."""
         return tuple(document if isinstance(document, str) else document.text for document in self.documents)
 
 

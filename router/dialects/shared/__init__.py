@@ -1,1 +1,1 @@
-"""Parts that all client dialects use: fields, formats, tools, strict JSON and validation."""
+"""Parts that several client dialects use: fields, answer formats, tools, strict JSON and validation."""

@@ -1,4 +1,4 @@
-"""Fields of several dialects' bodies, as pydantic types, and their conversion to `GenerationParams`."""
+"""Fields that the bodies of several dialects have, as pydantic types, and their conversion to `GenerationParams`."""
 
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
@@ -49,26 +49,26 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "num_ctx": "a request can always use the whole context of the model",
     }
 )
-"""Fields of other servers, with the reason why they have no effect here."""
+"""Fields of other servers, each with the reason why it has no effect here."""
 NO_LIMIT_NOTE = "-1: as without it, up to engine.mlx.max_tokens of the node"
 RANDOM_SEED_NOTE = "-1: random, as without it"
 SESSION_NOTE = "names the conversation, whose next request goes to the same node if possible; x-session-id overrides it"
 
 
 class StrictPart(BaseModel):
-    """Base of all bodies and their parts: no conversion between types, and no unknown field unless `FieldTable.parse`
-    ignores it.
+    """Base of all bodies and their parts, which converts no types and refuses unknown fields.
 
-    The validator of a body is built at its first request, in any thread. For that, pydantic 2.14 takes a lock.
+    `FieldTable.parse` can ignore unknown fields. The validator of a body is built at its first request, in any thread,
+    under a lock of pydantic 2.14.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class ForeignPart(BaseModel):
-    """Tool, or part of a message or of a tool's result, with an unsupported type, such as a web search or an image.
+    """Tool, or part of a message or of a tool result, with an unsupported type, such as a web search or an image.
 
-    The dialect omits it, renders a text in its place, or refuses the request.
+    The dialect omits it, replaces it by a note, or refuses the request.
     """
 
     model_config = ConfigDict(extra="allow", strict=True, defer_build=True)
@@ -77,13 +77,13 @@ class ForeignPart(BaseModel):
 
 
 class TextFormat(StrictPart):
-    """Response format `text`: the answer is not constrained."""
+    """Response format `text`, which does not constrain the answer."""
 
     type: Literal["text"]
 
 
 class GrammarFormat(StrictPart):
-    """Grammar for the input of a custom tool. The model sees the grammar; it is not enforced."""
+    """Grammar for the input of a custom tool. It is shown to the model, but not enforced."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -91,9 +91,9 @@ class GrammarFormat(StrictPart):
 
 
 MIN_TOP_P = 1e-6
-"""Minimum of `top_p`, which replaces 0 and any smaller value. All of them leave the most likely token only.
+"""Minimum of `top_p`, which replaces any smaller value. All such values leave only the most likely token.
 
-Clients of OpenAI's API send 0 as well.
+Clients of OpenAI's API also send 0.
 """
 
 
@@ -106,14 +106,14 @@ def _convert_whole_number(value: object) -> object:
 
 
 WHOLE = BeforeValidator(_convert_whole_number)
-"""Validator of whole numbers that accepts `100.0`. Clients in languages without whole numbers write them this way."""
+"""Validator of whole numbers that also accepts `100.0`, the form of clients in languages without whole numbers."""
 NO_LIMIT = -1
-"""Value of `max_tokens` with which a body sets no limit, as in LM Studio and llama.cpp.
+"""Value of `max_tokens` for no limit, as in LM Studio and llama.cpp.
 
-The limit of the profile applies, or else `engine.mlx.max_tokens` of the node.
+The limit of the profile applies, else `engine.mlx.max_tokens` of the node.
 """
 RANDOM_SEED = -1
-"""Seed that requests a random one, as in Ollama, vLLM, llama.cpp and LM Studio."""
+"""Value of `seed` for a random seed, as in Ollama, vLLM, llama.cpp and LM Studio."""
 
 
 def _lower_limit(limit: int) -> int:
@@ -127,32 +127,35 @@ def _refuse_zero(limit: int) -> int:
 
 
 def resolve_limit(limit: int | None) -> int | None:
-    """Return the limit of a `TokenLimit` in tokens; None for no limit."""
+    """Return the limit in tokens that a `TokenLimit` sets; None if it sets no limit or is None."""
     return None if limit == NO_LIMIT else limit
 
 
 def resolve_seed(seed: int | None) -> int | None:
-    """Return the seed that a body sets; None for a random one."""
+    """Return the seed that a body sets; None for `RANDOM_SEED` and if the body sets no seed."""
     return None if seed == RANDOM_SEED else seed
 
 
 def shorten_name(name: str) -> str:
-    """Return a name of a conversation or an id of a call; its SHA-256 in hex if it has more than `MAX_NAME_CHARS`."""
+    """Return the name of a conversation or the id of a call, shortened if it has more than `MAX_NAME_CHARS` characters.
+
+    The short form is the SHA-256 of the name in hexadecimal.
+    """
     return name if len(name) <= MAX_NAME_CHARS else sha256(name.encode("utf-8", "replace")).hexdigest()
 
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
-"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools.
+"""Name of a tool, with up to 128 characters as in Anthropic's API. Agents build names from those of servers and tools.
 
-OpenAI's API has no `.`, `/` and `:`. Servers of the MCP and clients of Google's API have tools with them.
+OpenAI's API does not allow `.`, `/` and `:`, but MCP servers and clients of Google's API use them in names.
 """
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 TokenLimitOrZero = Annotated[int, Field(ge=NO_LIMIT), AfterValidator(_lower_limit), WHOLE]
-"""Maximum tokens of an answer: 0 or more, or `NO_LIMIT`. A larger number than `MAX_TOKENS` becomes `MAX_TOKENS`."""
+"""Maximum tokens of an answer: at least 0, or `NO_LIMIT`. A number above `MAX_TOKENS` becomes `MAX_TOKENS`."""
 TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_refuse_zero)]
-"""Maximum tokens of an answer: at least 1, or `NO_LIMIT`. A larger number than `MAX_TOKENS` becomes `MAX_TOKENS`."""
+"""Maximum tokens of an answer: at least 1, or `NO_LIMIT`. A number above `MAX_TOKENS` becomes `MAX_TOKENS`."""
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
@@ -161,9 +164,9 @@ Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 CallId = Annotated[str, Field(min_length=1), AfterValidator(shorten_name)]
-"""Id of a tool call; a long id is replaced by its digest (`shorten_name`).
+"""Id of a tool call. A long id is replaced by its digest (`shorten_name`).
 
-Gateways write the signatures of other models' reasoning into ids, which makes these ids long.
+Ids are long if a gateway writes the signatures of another model's reasoning into them.
 """
 Hint = Annotated[str, AfterValidator(shorten_name)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
@@ -177,7 +180,7 @@ Repetition = Annotated[float, Field(gt=0, le=10)]
 
 
 def build_type_discriminator(*kinds: str) -> Discriminator:
-    """Return a discriminator by the `type` of a part, with tags `<type>_part`.
+    """Return a discriminator by the `type` of a part, whose tags are `<type>_part` for each of `kinds`.
 
     An unknown type is validated as the first kind, whose own `type` field then reports the error.
     """
@@ -191,9 +194,9 @@ def build_type_discriminator(*kinds: str) -> Discriminator:
 
 
 def build_tool_discriminator(*kinds: str) -> Discriminator:
-    """Return a discriminator by the `type` of a tool, with tags `<type>_part`, and `foreign_part` for an unknown type.
+    """Return a discriminator by the `type` of a tool or part, whose tags are `<type>_part` for each of `kinds`.
 
-    A tool without a type is validated as the first kind.
+    The tag of any other type is `foreign_part`. A tool or part without a type is validated as the first kind.
     """
     marks = {kind: f"{kind}_part" for kind in kinds}
 
@@ -211,15 +214,16 @@ def _return_unchanged(part: object) -> object:
 YIELDING = BeforeValidator(_return_unchanged)
 """Validator of list items that does not change them.
 
-The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
-validator, the event loop can run between two items.
+The interpreter switches threads only in Python code, and pydantic validates a complete list in one native call. With
+this validator, the event loop can run between two items.
 """
 
 
 def get_input_tag(value: object) -> str:
-    """Return the tag of an input: `text_part`, `texts_part`, `ids_part` (token ids) or `many_part` (lists of them).
+    """Return the tag of an input: `text_part`, `texts_part`, `ids_part` or `many_part`.
 
-    The first item of a list decides. An empty list is tagged `texts_part`.
+    The last two are for a list of token ids, and for a list of such lists. The first item of a list decides. The
+    tag of an empty list is `texts_part`.
     """
     if not isinstance(value, list):
         return "text_part"
@@ -232,7 +236,7 @@ def _get_content_tag(content: object) -> str:
 
 
 TEXT_OR_PARTS = Discriminator(_get_content_tag)
-"""Discriminator between a text and a list, tagged `text` and `parts`."""
+"""Discriminator between a text and a list, with the tags `text` and `parts`."""
 
 
 def _get_stop_tag(stop: object) -> str:
@@ -243,14 +247,14 @@ StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list
 
 
 class StreamOptions(StrictPart):
-    """Field `stream_options`: optional content of a stream."""
+    """Field `stream_options`, which requests optional content of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class SamplingFields(StrictPart):
-    """Fields for sampling, choices, stops and session of `/v1/chat/completions` and `/v1/completions`."""
+    """Common fields of `/v1/chat/completions` and `/v1/completions`, for sampling, choices, stops and the session."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -273,9 +277,9 @@ class SamplingFields(StrictPart):
 
     @property
     def session(self) -> str:
-        """Name of the conversation: the first of `prompt_cache_key`, `session_id`, `chat_id` and `user` that is set.
+        """Name of the conversation; empty if the body sets none.
 
-        Empty if none is set.
+        It is the first of `prompt_cache_key`, `session_id`, `chat_id` and `user` that is set.
         """
         return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
@@ -290,9 +294,11 @@ def build_params(
 ) -> GenerationParams:
     """Return the generation parameters of a body.
 
-    `max_tokens` is None if the body sets no limit. `logprobs` is the number of alternatives per token; None for no log
-    probabilities. With `one_call`, the answer ends after its first tool call. `repetition_penalty` overrides
-    `repeat_penalty`, and a `top_k` of -1 becomes 0.
+    `max_tokens` is the maximum length of a choice; None for no limit. `logprobs` is the number of alternatives for each
+    token; None for no log probabilities. `one_call` ends the answer after its first tool call. `grammar` constrains the
+    answer; None for no constraint.
+
+    `repetition_penalty` overrides `repeat_penalty`, and a `top_k` of -1 becomes 0.
     """
     top_k = body.top_k
     return GenerationParams(
@@ -318,7 +324,7 @@ def build_params(
 
 
 def list_given_penalties(body: SamplingFields) -> frozenset[str]:
-    """Return the names of the penalties that a body sets, also to their defaults."""
+    """Return the names of the penalties that a body sets, including those set to their defaults."""
     penalties = {
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
@@ -328,12 +334,12 @@ def list_given_penalties(body: SamplingFields) -> frozenset[str]:
 
 
 def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a field that has none, one, or several. Empty strings are left out."""
+    """Return the stop strings of a field that has none, one, or several. Empty strings are omitted."""
     return tuple(text for text in ((stop,) if isinstance(stop, str) else stop or ()) if text)
 
 
 def parse_stream_options(body: SamplingFields) -> bool | Problem:
-    """Return whether the last chunk of a stream has the usage. Without a stream, the options have no effect.
+    """Return whether the last chunk of a stream must have the usage; False if the body requests no stream.
 
     Return a 400 problem for a stream with `include_obfuscation: true`.
     """

@@ -1,4 +1,4 @@
-"""Conversation request, the common result of all conversation dialects."""
+"""Conversation request, into which all dialects of conversations parse a body."""
 
 import msgspec
 
@@ -8,9 +8,9 @@ from wire.frames import GenerationParams, Message
 
 
 class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of a conversation, the base of the `ParsedRequest` of each conversation dialect.
+    """Parsed body of a conversation. The `ParsedRequest` of each dialect of conversations is a subclass.
 
-    It becomes a single request for the dispatcher.
+    A conversation becomes a single request for the dispatcher.
     """
 
     demand: ResourceDemand
@@ -20,18 +20,21 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     include_usage: bool
     """Whether the last chunk of a stream has the usage."""
     tools: str = ""
-    """JSON array of tools in OpenAI's shape; empty for none."""
+    """JSON array of tools in OpenAI's format; empty for none."""
     set_penalties: frozenset[str] = frozenset()
-    """Names of the penalties that the body sets, also to their defaults."""
+    """Names of the penalties that the body sets, including those set to their defaults."""
     template: str = ""
     """JSON object of further variables of the chat template; empty for none."""
     session: str = ""
-    """Name of the conversation; empty without one."""
+    """Name of the conversation; empty if the body has none."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the body that have no effect."""
 
     def to_spec(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Return the request for the dispatcher. `key` is the id of the API key, `created` is in Unix seconds."""
+        """Return the request for the dispatcher.
+
+        `key` is the id of the API key. `created` is the time of arrival in Unix seconds.
+        """
         return RequestSpec(  # by position: with names it takes several times as long
             self.demand,
             key,

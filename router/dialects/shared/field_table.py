@@ -1,8 +1,9 @@
-"""Table of a body's fields and the parser that applies it.
+"""Table of the fields of a body, and the parser that applies it.
 
-A field is honoured (it is in the pydantic model), ignored (it has no effect here, and the table has the reason), or
-refused. A refused field is accepted with a neutral value. A field in no table is ignored, or a 400 with
-`router.unknown_fields = "refuse"`. The answer names the ignored fields (docs/decisions/0029).
+A field is honoured, ignored or refused. An honoured field is in the pydantic model. An ignored field has no effect
+here, for the reason that the table has. A refused field is accepted only with a neutral value. A field in no table is
+ignored, or gives a 400 problem with `router.unknown_fields = "refuse"`. The answer names the ignored fields
+(docs/decisions/0029).
 
 A name that is nearly the name of a field in the table is a typing error. It is refused, because the intended field
 would have changed the answer.
@@ -24,7 +25,10 @@ from router.errors import Problem
 
 B = TypeVar("B", bound=StrictPart)
 MIN_TYPO_SIMILARITY = 0.87
-"""Similarity (`difflib`) from which an unknown name is a typing error: `temprature` has 0.95, `max_new_tokens` 0.83."""
+"""Minimum similarity (`difflib`) of an unknown name to a field for a typing error.
+
+`temprature` has 0.95, and `max_new_tokens` has 0.83.
+"""
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
 
 
@@ -45,11 +49,11 @@ class ParsedBody(NamedTuple, Generic[B]):
     body: B
     """Body as the pydantic model."""
     fields: Body
-    """Decoded body with only its honoured and its unknown fields."""
+    """Decoded body with only its honoured and unknown fields."""
     ignored: tuple[str, ...]
-    """Names of the fields without an effect: unknown fields, and fields of the table's `ignored`.
+    """Names of the fields without an effect, which are unknown or are in the table's `ignored`.
 
-    A field of the table is left out if its value is null, false, 0 or empty.
+    A field of the table is not named if its value is null, false, 0 or empty.
     """
 
 
@@ -60,13 +64,13 @@ class FieldTable(Generic[B]):
     body: type[B]
     """Pydantic model of the honoured fields."""
     ignored: Mapping[str, str]
-    """Ignored fields, with the reason."""
+    """Ignored fields, each with the reason."""
     neutral: Mapping[str, tuple[object, ...]]
-    """Refused fields, with their accepted neutral values."""
+    """Refused fields, each with its accepted neutral values."""
     instead: Mapping[str, str]
-    """Alternative for a refused field, or note on an honoured one."""
+    """Alternatives to refused fields, and notes on honoured fields."""
     max_values: int = MAX_VALUES
-    """Maximum values of one body, counted by its commas and brackets."""
+    """Maximum number of values in one body, counted by its commas and opening brackets."""
 
     @property
     def known(self) -> frozenset[str]:
@@ -74,19 +78,19 @@ class FieldTable(Generic[B]):
         return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
 
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Parse a body (UTF-8 JSON), or return a 400 problem with the reason.
+        """Parse a body (JSON in UTF-8), or return a 400 problem with the reason.
 
-        With `strict`, every unknown field is refused. Without it, unknown fields are ignored, with exceptions.
-        Refused are typing errors, overlong names and more than `MAX_IGNORED` names. Refused are also fields of the
-        prompt, of the answer's format and of unsupported features such as audio.
+        `strict` refuses every unknown field. Otherwise unknown fields are ignored, with exceptions. Typing errors,
+        overlong names and more than `MAX_IGNORED` names are refused. Fields of the prompt, of the answer's format and
+        of unsupported features such as audio are refused as well.
         """
         raw_fields = read_object(raw, self.max_values, PROMPT_FIELDS)
         return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)
 
     def parse(self, raw_fields: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Validate a body, or a part with its own table, from decoded JSON. Return a 400 problem if it is invalid.
+        """Validate the decoded JSON of a body, or of a part with its own table. Return a 400 problem if it is invalid.
 
-        Unknown fields are ignored or refused, with `strict` always refused, by the rules of `read`.
+        Unknown fields are ignored or refused by the rules of `read`, which has `strict` as well.
         """
         fields = self._strip(raw_fields)
         if isinstance(fields, Problem):
@@ -104,7 +108,7 @@ class FieldTable(Generic[B]):
         return ParsedBody(body, fields, tuple(dict.fromkeys([*ignored, *_find_unknown_fields(body)])))
 
     def list_rows(self) -> Iterator[FieldRow]:
-        """Yield the rows of the manual's table, by name."""
+        """Yield the rows of the manual's table, in the order of their names."""
         for name in sorted(self.known):
             if name in self.ignored:
                 yield FieldRow(name, "ignored", self.ignored[name])
@@ -114,7 +118,10 @@ class FieldTable(Generic[B]):
                 yield FieldRow(name, "honoured", self.instead.get(name, ""))
 
     def _strip(self, raw_fields: Body) -> Body | Problem:
-        """Remove fields without an effect and unknown fields that are null; refuse fields that are not offered."""
+        """Return a body without ignored and neutral fields, and without unknown fields that are null.
+
+        Return a 400 problem for a refused field whose value is not neutral.
+        """
         fields: Body = {}
         for name, value in raw_fields.items():
             if name in self.neutral:
@@ -126,9 +133,9 @@ class FieldTable(Generic[B]):
 
 
 def sanitize_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names that fit into a header: without duplicates, at most `MAX_IGNORED`.
+    """Return names for a header, without duplicates. At most `MAX_IGNORED` of them are returned.
 
-    A name with unusual characters becomes `(unprintable)`. If names are left out, the last text says how many.
+    A name with unusual characters becomes `(unprintable)`. If names are omitted, an additional last text says how many.
     """
     distinct = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     texts = tuple(distinct)
@@ -140,7 +147,7 @@ def _is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _has_mistakes(fields: Body, known: Collection[str]) -> bool:
-    """Return whether a body has more than `MAX_IGNORED` unknown fields, an overlong field name or a typing error."""
+    """Return whether a body has more than `MAX_IGNORED` unknown fields, or one with an overlong or mistyped name."""
     strange = [name for name in fields if name not in known]
     if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True
@@ -148,7 +155,7 @@ def _has_mistakes(fields: Body, known: Collection[str]) -> bool:
 
 
 def _find_unknown_fields(part: BaseModel, path: str = "") -> Iterator[str]:
-    """Yield the unknown fields of a part and of its parts; list positions are left out of the names."""
+    """Yield the names of the unknown fields of a part and of the parts in it. Names have no list positions."""
     for name in part.model_extra or ():
         yield path + name
     for name in part.model_fields_set.intersection(type(part).model_fields):

@@ -1,9 +1,9 @@
-"""Answer formats: response formats, grammars and forced tool calls in all their spellings.
+"""Answer formats: response formats, grammars and forced tool calls of all dialects.
 
 OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and its older
 `guided_*` fields, and llama.cpp's `json_schema` and `grammar` become one `GrammarSpec` here. A request may use one of
-them; several are a 400 that names them. The node validates the content of a schema or a grammar, because only the node
-has the model's tokenizer.
+them. Several give a 400 problem that names them. The node validates the content of a schema or a grammar, because only
+the node has the model's tokenizer.
 
 `strict: false` is enforced like `strict: true`: an answer that follows its schema is valid in both cases.
 """
@@ -37,13 +37,13 @@ FORMS: Mapping[str, str] = MappingProxyType(
         "grammar": "same as structured_outputs.grammar",
     }
 )
-"""Notes of the manual on the fields of `FormattedBody`."""
+"""Notes on the fields of `FormattedBody`, for the manual."""
 _JSON_KINDS = (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT)
 BACKENDS = ("auto", "guidance", "llguidance")
 
 
 class JsonObject(StrictPart):
-    """Response format `json_object`: the answer is any JSON object."""
+    """Response format `json_object`, for an answer that is any JSON object."""
 
     type: Literal["json_object"]
 
@@ -58,15 +58,15 @@ class NamedSchema(StrictPart):
 
 
 class JsonObjectWithSchema(JsonObject):
-    """Response format `json_object` of a chat body, with a schema as in llama.cpp and services of open models."""
+    """Response format `json_object` of a chat body, with a schema as in llama.cpp and other servers of open models."""
 
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 class JsonSchema(StrictPart):
-    """Response format `json_schema` of a chat body: the answer is JSON that follows the schema.
+    """Response format `json_schema` of a chat body, for an answer that is JSON and follows the schema.
 
-    With llama.cpp the field is `schema`, not `json_schema`.
+    The schema is in `json_schema`, or in `schema` as with llama.cpp.
     """
 
     type: Literal["json_schema"]
@@ -95,7 +95,7 @@ Choices = Annotated[
 
 
 class StructuredOutputs(StrictPart):
-    """Answer format in vLLM's shape. All fields but `whitespace_pattern` are alternatives."""
+    """Answer format of vLLM. All fields except `whitespace_pattern` are alternatives."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
@@ -106,7 +106,7 @@ class StructuredOutputs(StrictPart):
 
 
 class FormattedBody(SamplingFields):
-    """Base of bodies with an answer format, in the fields of OpenAI, llama.cpp, or vLLM's current or older version."""
+    """Base of the bodies with an answer format, in the fields of OpenAI, llama.cpp, or a newer or older vLLM."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -122,8 +122,8 @@ class FormattedBody(SamplingFields):
     def build_grammar(self) -> GrammarSpec | Problem | None:
         """Return the grammar of the answer; None if the answer is not constrained.
 
-        Return a 400 problem for an invalid format, several formats, a pattern of whitespace without a JSON format, or
-        an unsupported `guided_decoding_backend`.
+        Return a 400 problem for an invalid format, several formats, a whitespace pattern without a JSON format, or an
+        unsupported `guided_decoding_backend`.
         """
         wrong = check_backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
@@ -148,9 +148,10 @@ class FormattedBody(SamplingFields):
 
 
 def convert_response_format(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
-    """Convert a response format in OpenAI's shape to a grammar. `name` is its field in the body, for errors.
+    """Return the grammar for a response format in OpenAI's format; None if the answer is not constrained.
 
-    Return None if the answer is not constrained, and a 400 problem for an invalid schema.
+    `name` is the field of the body, for errors. Return a 400 problem for the type `json_schema` without the member
+    `json_schema` or `schema`, and for a schema that `convert_schema` refuses.
     """
     if isinstance(spec, JsonObjectWithSchema):
         return convert_schema(spec.schema_, f"{name}.schema")
@@ -164,10 +165,10 @@ def convert_response_format(spec: ResponseFormat | None, name: str = "response_f
 
 
 def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
-    """Convert a JSON schema to a grammar. `name` is its field in the body, for errors.
+    """Return the grammar for a JSON schema; None as `schema` allows any JSON object.
 
-    Without a schema, any JSON object is allowed. Return a 400 problem above `MAX_GRAMMAR_BYTES` or `MAX_JSON_DEPTH`, or
-    for a number that is not finite. The schema itself is checked by the node.
+    `name` is the field of the body, for errors. Return a 400 problem for a schema above `MAX_GRAMMAR_BYTES` or
+    `MAX_JSON_DEPTH`, and for a number that is not finite. The node checks the schema itself.
     """
     if schema is None:
         return GrammarSpec(GrammarKind.JSON_OBJECT)
@@ -182,9 +183,9 @@ def _convert_schema_or_text(schema: Body | str, name: str) -> GrammarSpec | Prob
 def convert_structured_outputs(
     options: StructuredOutputs, prefix: str = "structured_outputs."
 ) -> dict[str, GrammarSpec | Problem]:
-    """Convert every field that defines a format to a grammar or a 400 problem.
+    """Return the grammar, or a 400 problem, for every field that defines a format.
 
-    Return the results by field name, with `prefix` before the name; empty without such a field.
+    The result is by field name, with `prefix` before the name, and empty if there is no such field.
     """
     grammars: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
@@ -204,10 +205,11 @@ def convert_structured_outputs(
 def select_single_grammar(
     specs: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
 ) -> GrammarSpec | Problem | None:
-    """Return the only given grammar, with the pattern of its whitespace; None if there is none.
+    """Return the only grammar of `specs`, with the pattern `whitespace`; None if `specs` is empty.
 
-    `whitespace` is that pattern. Return the problem of the only grammar if it has one. Return a 400 problem for several
-    grammars, a grammar or pattern that is too long, and a pattern without a JSON format.
+    `specs` has grammars, or their problems, by field name. `whitespace` is the pattern of the white space in JSON; None
+    for the default. Return a problem if the only grammar is one. Return a 400 problem for several grammars, for a
+    grammar or pattern that is too long, and for a pattern without a JSON format.
     """
     if len(specs) > 1:
         names = sorted(specs)
@@ -226,7 +228,7 @@ def select_single_grammar(
 
 
 def check_backend(name: str | None, field: str) -> Problem | None:
-    """Return the 400 problem for an unsupported grammar library; None if the library is supported or not given.
+    """Return a 400 problem if the grammar library `name` is not supported; None if it is supported or not given.
 
     Options after a colon in `name` have no effect. `field` is the field of the body, for the error.
     """
@@ -242,9 +244,12 @@ def add_call_constraints(
 ) -> GrammarSpec | Problem | None:
     """Return the grammar of an answer with the constraints on tool calls.
 
-    `word` is none, auto or required. `names` are the tools, of which the request may name one in `named`. With
-    `required`, the grammar of calls replaces `form`. With `auto`, calls are allowed next to `form`. With `none`, `form`
-    is returned unchanged. `strict`: the arguments of at least one tool must follow its schema.
+    `form` is the grammar of the answer format; None for no constraint. `word` is `none`, `auto` or `required`. With
+    `required`, the grammar of calls replaces `form`. With `auto`, calls are allowed as an alternative to `form`. With
+    `none`, `form` is returned unchanged.
+
+    `names` are the names of the tools. `named` is the tool that must be called; empty for any tool. `strict` tells
+    whether the arguments of at least one tool must follow its schema.
 
     Return a 400 problem if `names` lacks the tool that `word` or `named` needs. Return None if nothing constrains the
     answer.

@@ -4,8 +4,8 @@
                   └─► Problem ─ style.error                   └─ streamed ─► create_chunk_encoder ─► encode_opening,
                                                                     encode_deltas …, encode_end or encode_failure
 
-The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. A `ParsedRequest`
-belongs to one request and may store state for its answer.
+The HTTP side uses only this interface of a dialect, and a dialect does not use sockets or nodes. A `ParsedRequest`
+belongs to one request, and may store state for its answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,19 +21,19 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def encode_comment(why: str) -> bytes:
-    """Encode a server-sent comment with the reason of a wait, or `waiting` without a reason."""
+    """Encode a server-sent comment with the reason of a wait (`why`), or `waiting` if that is empty."""
     return f": {why or 'waiting'}\n\n".encode()
 
 
 class DialectStyle(NamedTuple):
-    """Format of errors, streams and headers, common to all answers of a dialect."""
+    """Format of the errors, streams and headers of a dialect."""
 
     error: Callable[[Problem, str], bytes] = Problem.encode_body
     """Function that encodes the body of an error, from a problem and the id of the request."""
     stream: bytes = EVENTS
     """Content type of streams."""
     names: tuple[bytes, ...] = (b"x-request-id",)
-    """Headers that carry the request's id."""
+    """Names of the headers with the id of the request."""
 
 
 OPENAI = DialectStyle()
@@ -44,8 +44,11 @@ class AnswerReader(Protocol):
 
     @property
     def spec(self) -> RequestSpec:
-        """Request of the client. For a body with several prompts: the request of the first prompt, but its number of
-        choices (`params.n`) is the total of all prompts."""
+        """Request of the client.
+
+        For a body with several prompts, it is the request of the first prompt, but `params.n` is the number of choices
+        of all prompts together.
+        """
         ...
 
     @property
@@ -65,16 +68,16 @@ class Chunks(Protocol):
     def encode_keepalive(self, why: str) -> bytes:
         """Encode a keep-alive, which clients do not treat as a part of the answer.
 
-        `why` is the reason of the wait, empty without a special reason. Formats with comments send the reason.
+        `why` is the reason of the wait, which formats with comments send; empty for no special reason.
         """
         ...
 
     def encode_opening(self) -> bytes:
-        """Encode the bytes before the first delta; may be empty."""
+        """Encode the beginning of a stream, before its first delta; may be empty."""
         ...
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas; empty if they hold nothing for a client."""
+        """Encode deltas; empty if they have nothing for the client."""
         ...
 
     def encode_end(self, finished: Finished) -> bytes:
@@ -87,20 +90,23 @@ class Chunks(Protocol):
 
 
 class ParsedRequest(Protocol):
-    """Valid request of a client, which a dialect has parsed.
+    """Valid request of a client, as parsed by a dialect.
 
-    A parsed request creates the requests for the dispatcher, and encodes the answer.
+    A parsed request creates the requests for the dispatcher, and encodes their answer.
     """
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
-        """Return the requests for the dispatcher: one, or several whose choices are numbered consecutively.
+        """Return the requests for the dispatcher, at least one. Choices of several are numbered consecutively.
 
-        `key` is the id of the API key, `created` is the time of arrival in Unix seconds.
+        `key` is the id of the API key. `created` is the time of arrival in Unix seconds.
         """
         ...
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Encode the answer to a request without a stream. `spec` is the request with all choices together."""
+        """Encode the complete answer to a request that does not stream.
+
+        `spec` is the request, with all choices together, as in `AnswerReader.spec`.
+        """
         ...
 
     def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
@@ -112,7 +118,7 @@ class ParsedRequest(Protocol):
 
 
 class Dialect(Protocol):
-    """Format of one route on which models answer: parser of its bodies, and format of its answers."""
+    """Format of one route on which models answer: a parser of its bodies, and the style of its answers."""
 
     @property
     def style(self) -> DialectStyle:
@@ -120,5 +126,8 @@ class Dialect(Protocol):
         ...
 
     def parse(self, body: bytes, key: str) -> ParsedRequest | Problem:
-        """Parse a body, or return the problem. Never raise. `key` is the id of the client's API key."""
+        """Parse a body. Return the request, or a problem if it is refused. `key` is the id of the client's API key.
+
+        No body makes this method raise an exception.
+        """
         ...

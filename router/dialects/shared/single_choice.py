@@ -1,4 +1,4 @@
-"""Validated and bounded answer with one choice, for dialects without several choices."""
+"""Answers with one choice, validated and limited, for the dialects that do not have several choices."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
@@ -11,7 +11,7 @@ from wire.frames import Channel, Delta
 
 
 class SingleChoiceAnswer(NamedTuple):
-    """Whole answer of a request with one choice: reasoning, content and tool calls."""
+    """Complete answer with one choice: reasoning, content and tool calls."""
 
     reasoning: str
     content: str
@@ -19,7 +19,7 @@ class SingleChoiceAnswer(NamedTuple):
 
 
 class StreamSplitter:
-    """Splitter of streamed deltas into texts and tool calls. `calls` is the number of calls returned so far."""
+    """Splitter of streamed deltas into texts and tool calls. `calls` is the number of calls yielded so far."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -27,8 +27,8 @@ class StreamSplitter:
     def split(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, AnswerToolCall | None]]:
         """Yield the parts of the first choice as (channel, text, call).
 
-        The call is None for a text, the text is empty for a call. Invalid calls, and calls above `MAX_CALLS_SENT`, are
-        left out.
+        The call is None for a text, and the text is empty for a call. Empty texts, invalid calls, and calls above
+        `MAX_CALLS_SENT` are omitted.
         """
         for delta in deltas:
             if delta.choice:
@@ -44,9 +44,9 @@ class StreamSplitter:
 
 
 def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
-    """Return reasoning, content and tool calls of the first choice.
+    """Return the reasoning, the content and the tool calls of the first choice.
 
-    Invalid calls, and calls above `MAX_CALLS_SENT`, are left out.
+    Invalid calls, and calls above `MAX_CALLS_SENT`, are omitted.
     """
     calls = [call for call in map(parse_call, answer.calls.get(0, ())) if call is not None]
     texts = answer.texts
@@ -56,7 +56,7 @@ def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
 
 
 def decode_arguments(call: AnswerToolCall) -> dict[str, object]:
-    """Return the arguments of a call as an object; empty if they are no JSON object."""
+    """Return the arguments of a call as a dictionary; empty if they are not a JSON object."""
     try:
         decoded: object = msgspec.json.decode(call.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

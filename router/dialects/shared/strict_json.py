@@ -1,11 +1,11 @@
-"""Strict JSON parser for request bodies: refuses any text that two parsers could read differently.
+"""Strict JSON parser for request bodies, which refuses any text that two parsers could read differently.
 
-No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top. In the texts of a
-prompt, a lone surrogate is replaced. Clients that cut a text within an emoji send it again in each request.
+A body must be an object in UTF-8, without duplicate keys, NaN, Infinity and lone surrogates. In the texts of a prompt,
+a lone surrogate is replaced instead. Clients that cut a text within an emoji send it again in each request.
 
-A body is counted before it is parsed. `[[],[],...` takes 24 times its size as Python objects, and a text with one
-character beyond U+FFFF takes four times its length. The counts are a handful of passes in C over the bytes, at most 60
-ms for 8 MiB, and never parse a value.
+The size of a body as Python objects is limited before it is parsed. `[[],[],...` takes 24 times its size as Python
+objects, and a text with one character beyond U+FFFF takes four times its length. The necessary counts take a few passes
+in C over the bytes, at most 60 ms for 8 MiB, and parse no value.
 """
 
 import json
@@ -23,22 +23,22 @@ PROMPT_FIELDS = frozenset({"documents", "input", "instructions", "messages", "pr
 _BEYOND_BMP = bytes(range(0xF0, 0xF5))
 """UTF-8 bytes that begin a character beyond U+FFFF."""
 _CONTINUATION = bytes(range(0x80, 0xC0))
-"""UTF-8 bytes that begin no character."""
+"""UTF-8 bytes that continue a character."""
 _ESCAPE_BYTES = 6
-r"""Bytes of one `\uXXXX`."""
+r"""Number of bytes of one escape `\uXXXX`."""
 
 Body = dict[str, Any]
 
 
 class _UnusableError(ValueError):
-    """Valid JSON that is refused."""
+    """Raised for valid JSON that is refused. The message is the reason."""
 
 
 def read_object(body: bytes, max_values: int = MAX_VALUES, repaired: frozenset[str] = frozenset()) -> Body | Problem:
-    """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason.
+    """Parse a body as one JSON object, or return a 400 problem with the reason and, if known, the place.
 
-    At most `MAX_TEXTS` strings are allowed as well.
-    In the texts of the fields `repaired`, half of a surrogate pair becomes U+FFFD. Elsewhere it is refused.
+    The body may have at most `max_values` values and `MAX_TEXTS` strings. In the texts of the fields `repaired`, half
+    of a surrogate pair becomes U+FFFD. Elsewhere it is refused.
     """
     refused = _check_width(body) or _check_counts(body, max_values)
     if refused is not None:
@@ -66,9 +66,9 @@ def read_object(body: bytes, max_values: int = MAX_VALUES, repaired: frozenset[s
 
 
 def _check_width(body: bytes) -> Problem | None:
-    """Return a 400 problem for a JSON text that takes more than `MAX_TEXT_BYTES` as Python text; else None.
+    """Return a 400 problem for a body that takes more than `MAX_TEXT_BYTES` as Python text, else None.
 
-    Python text has 4 bytes for each character where one character needs them.
+    A Python text takes 4 bytes for each character if any of its characters needs 4 bytes.
     """
     if len(body) * 4 <= MAX_TEXT_BYTES:
         return None
@@ -84,7 +84,7 @@ def _check_width(body: bytes) -> Problem | None:
 
 
 def _check_counts(body: bytes, max_values: int) -> Problem | None:
-    """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
+    """Return a 400 problem for a body with too many strings, or with too many commas, lists and objects, else None.
 
     Strings are found by their quotes, after escaped backslashes and quotes are removed. A text that is not JSON is
     counted correctly up to its first error, where a parser stops. A backslash outside a string is an error.
@@ -104,15 +104,15 @@ def _check_counts(body: bytes, max_values: int) -> Problem | None:
 
 
 def _count_values(text: bytes) -> int:
-    """Count commas and opening brackets in one pass, regardless of their density."""
+    """Return the number of commas and opening brackets, in one pass that takes the same time for any number."""
     return len(text) - len(text.translate(None, b",[{"))
 
 
 def encode_json(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
-    Return a 400 problem that names the part if it has more than `longest` bytes, more than `MAX_JSON_DEPTH` levels, or
-    a non-finite number.
+    `name` is the part in the body. Return a 400 problem with that name if the JSON has more than `longest` bytes, more
+    than `MAX_JSON_DEPTH` levels, or a number that is not finite.
     """
     if _is_too_deep(value):
         return build_invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)
@@ -158,7 +158,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_ref
 
 
 def _replace_lone_surrogates(root: object) -> object:
-    """Return a value with U+FFFD for each lone surrogate in its texts, but not in its keys.
+    """Return a value in whose texts, but not keys, each lone surrogate is replaced by U+FFFD.
 
     Lists and objects are changed in place, without recursion.
     """
@@ -176,7 +176,7 @@ def _replace_lone_surrogates(root: object) -> object:
 
 
 def _has_lone_surrogate(root: object) -> bool:
-    """Return whether any key or text has a lone surrogate; the parser has already joined proper pairs."""
+    """Return whether any key or text has a lone surrogate. The parser has already joined proper pairs."""
     waiting: list[Any] = [root]
     while waiting:
         item = waiting.pop()
@@ -192,7 +192,7 @@ def _has_lone_surrogate(root: object) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return whether a text has no half of a surrogate pair; UTF-8 has no code for one."""
+    """Return whether a text can be encoded in UTF-8, which has no code for half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

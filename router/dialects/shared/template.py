@@ -1,7 +1,7 @@
 """Variables of a model's chat template: the allowed names, and the effect of the dialects' own fields on them.
 
-A template comes with its model, never with a request: a client's template could run without end. Variables are an
-allow-list, because each name becomes an argument of the render call, which has options of its own.
+A template comes with its model, never with a request, because a client's template could run without end. Only the
+variables of an allow-list are accepted. Each name becomes an argument of the render call, which also has other options.
 """
 
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ def _remove_default(effort: object) -> object:
 EffortField = Annotated[Effort | None, BeforeValidator(_remove_default)]
 """Reasoning effort of a body. An empty text, `default` and `auto` become None, which leaves the choice to the model.
 
-Some clients and services send these values for an unset field.
+Some clients and services send these values if no effort is set.
 """
 
 
 def encode_variables(variables: Mapping[str, Any] | None, **meant: object) -> str | Problem:
-    """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
+    """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty if there are none.
 
-    `variables` are the variables that the request sets by name. `meant` are values from other parameters, which
-    `variables` override; None means no value.
+    `variables` are the variables that the request sets by name; None for none. `meant` are the variables that follow
+    from other fields, which `variables` override. A value of None in `meant` is omitted.
 
     Return a 400 problem for a variable that is not in `TEMPLATE_VARIABLES`, and for more than `MAX_VARIABLES_BYTES`.
     Return it also for values with more than `MAX_JSON_DEPTH` levels, and for numbers that are not finite.
@@ -51,20 +51,22 @@ class RequestedReasoning(NamedTuple):
     """Reasoning that a client requests, combined from all reasoning fields of its body."""
 
     effort: str | None
-    """Reasoning effort; None without a choice."""
+    """Reasoning effort; None if the body does not set it."""
     thinks: bool | None
-    """Whether the model should reason; None without a choice."""
+    """Whether the model should reason; None if the body does not set it."""
     ignored: tuple[str, ...] = ()
-    """Names of fields that have no known meaning and are ignored."""
+    """Names of the fields that are ignored, because their values are not understood."""
 
 
 def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
-    `options` has the fields `thinking`, `think` and `reasoning`, in order of precedence. The first two are booleans, or
-    objects whose `type` is `enabled` or `disabled`; `reasoning` is an object with `effort` and `enabled`. `effort` and
-    `switch` are the values of the two plain fields, which precede all of them; None for an absent field. Without any
-    switch, the effort `none` turns reasoning off. Values of `options` that are not understood are named in `ignored`.
+    `effort` and `switch` are the values of `reasoning_effort` and `enable_thinking`, which override the other fields;
+    None for an absent field. `options` has the fields `thinking`, `think` and `reasoning`, in order of precedence. The
+    first two are booleans, or objects whose `type` is `enabled` or `disabled`. `reasoning` is an object with `effort`
+    and `enabled`.
+
+    If no field switches reasoning on or off, the effort `none` turns it off.
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
@@ -96,7 +98,8 @@ def _parse_switch(value: object) -> bool | None:
 
 
 def get_reasoning_variables(effort: str | None) -> dict[str, object]:
-    """Return the template variables of a reasoning effort. The effort `none` also turns reasoning off. A variable is
-    None if it is not set.
+    """Return the template variables for a reasoning effort. A variable is None if it is not set.
+
+    The effort `none` also turns reasoning off.
     """
     return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

@@ -1,6 +1,6 @@
-"""Tool calls and log probabilities of an answer in OpenAI's shape.
+"""Tool calls and log probabilities of an answer in OpenAI's format.
 
-A node is not trusted: its data is checked, bounded and made finite here, and invalid data is left out.
+A node is not trusted. Its data is checked and limited here, numbers are made finite, and invalid data is omitted.
 """
 
 import math
@@ -16,19 +16,19 @@ from wire.bounds import MAX_CALL_BYTES
 from wire.frames import Logprob
 
 MAX_CALLS_SENT = 1024
-"""Maximum tool calls of one choice that are passed on."""
+"""Maximum tool calls of one choice that are sent to the client."""
 MAX_TOKEN_BYTES = 1024
-"""Maximum bytes of a token. No token of a real vocabulary is nearly as long."""
+"""Maximum bytes of a token. Tokens of real vocabularies are much shorter."""
 UNKNOWN_LOGPROB = -9999.0
-"""OpenAI's value for an unknown log probability."""
+"""Value for an unknown log probability, as in OpenAI's API."""
 
 _Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class AnswerToolCall(msgspec.Struct, gc=False):
-    """Tool call of an answer, as an engine sends it. `arguments` is JSON text.
+    """Tool call of an answer, as sent by an engine. `arguments` is JSON text.
 
-    The `index` that the node sends is not used: calls are numbered in their order of arrival.
+    The `index` that the node sends is ignored, because calls are numbered in their order of arrival.
     """
 
     id: _Named
@@ -70,9 +70,9 @@ class Logprobs(msgspec.Struct, gc=False):
 
 
 def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
-    """Convert log probabilities to OpenAI's shape, with at most `top` alternatives per token.
+    """Return log probabilities in OpenAI's format, with at most `top` alternatives for each token.
 
-    A token may be a part of a character: `bytes` is exact, `token` is its printable form. Both end after
+    A token may be a part of a character. `bytes` is then exact, and `token` is a printable form. Both are cut after
     `MAX_TOKEN_BYTES` bytes. A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
     """
     return Logprobs(
@@ -87,9 +87,10 @@ def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
 
 def render_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """Return the text of a token, its log probability, and its bytes. Text and bytes end after `MAX_TOKEN_BYTES` bytes.
+    """Return the text of a token, its log probability, and its bytes.
 
-    Invalid UTF-8 becomes U+FFFD. A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
+    Text and bytes are cut after `MAX_TOKEN_BYTES` bytes. Invalid UTF-8 becomes U+FFFD. A log probability that is not
+    finite becomes `UNKNOWN_LOGPROB`.
     """
     shortened = token[:MAX_TOKEN_BYTES]
     return shortened.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(shortened)
@@ -98,8 +99,8 @@ def render_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
 def get_finish_reason(reason: str, calls: int) -> str:
     """Return OpenAI's finish reason for an engine's `reason` and the number of tool calls in the answer.
 
-    `tool_calls` needs at least one call. It then applies to every answer not cut by its length, including one ended by
-    a stop string or the limit of one call.
+    The result is `tool_calls` for an answer with calls that was not cut by its length. A stop string or the limit of
+    one call may have ended that answer.
     """
     if reason == "length":
         return reason

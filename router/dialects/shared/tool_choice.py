@@ -1,7 +1,7 @@
-"""Field `tool_choice` of OpenAI's routes: the tools that the model may call, or must call.
+"""Field `tool_choice` of OpenAI's routes, with the tools that the model may or must call.
 
 In chats, the name of a tool is in a member `function` or `custom`. In `/v1/responses`, the name is next to `type`.
-Agents that use both routes mix these forms. Both routes therefore accept both.
+Agents that use both routes mix these forms. Each route therefore accepts both forms.
 """
 
 from typing import Annotated, Literal, NamedTuple, cast, get_args
@@ -28,24 +28,24 @@ WORDS = frozenset(get_args(Word))
 
 
 class ChosenTool(StrictPart):
-    """Choice of a function by its name."""
+    """Choice of a function, which the model must call, by its name."""
 
     type: Literal["function"]
     name: FunctionName
 
 
 class ChosenCustomTool(StrictPart):
-    """Choice of a custom tool by its name."""
+    """Choice of a custom tool, which the model must call, by its name."""
 
     type: Literal["custom"]
     name: FunctionName
 
 
 def _normalize_choice(choice: object) -> object:
-    """Return `{"type": "function", "function": {"name": …}}` without the inner object: `{"type": …, "name": …}`.
+    """Return a choice in the form of `/v1/responses`. A value of an unknown form is returned unchanged.
 
-    Return the word of `{"type": "auto"}`, and a function for Anthropic's type `tool` and for a name without a type.
-    A value of another form is returned unchanged.
+    `{"type": "function", "function": {"name": …}}` becomes `{"type": "function", "name": …}`, and `{"type": "auto"}`
+    becomes `auto`. Anthropic's type `tool`, and a name without a type, become a function.
     """
     if not isinstance(choice, dict):
         return choice
@@ -68,7 +68,7 @@ AllowedTool = Annotated[
 
 
 class AllowedTools(StrictPart):
-    """Tools of the request to which the model is restricted. With `required`, it must call one of them."""
+    """Tools of the request to which the model is restricted. With the mode `required`, the model must call a tool."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -93,19 +93,21 @@ ToolChoice = Annotated[
 
 
 class CallRule(NamedTuple):
-    """Constraint on the tool calls of an answer, from any form of `tool_choice`."""
+    """Constraint on the tool calls of an answer, which any form of `tool_choice` sets."""
 
     word: str = "auto"
     """`none`, `auto` or `required`."""
     named: str = ""
     """Tool that must be called; empty if none is named."""
     allowed: frozenset[str] | None = None
-    """Names of the tools to which the model is restricted; None: all."""
+    """Names of the tools to which the model is restricted; None for all tools."""
 
 
 def convert_tool_choice(choice: ToolChoice | None) -> CallRule:
-    """Return the constraint on tool calls; `auto` without a choice. Tools of `allowed_tools` that would run on a server
-    are left out."""
+    """Return the constraint on tool calls that a choice sets; None means `auto`.
+
+    Tools of `allowed_tools` that would run on a server are omitted.
+    """
     if choice is None:
         return CallRule()
     if isinstance(choice, str):

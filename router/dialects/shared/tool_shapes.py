@@ -1,8 +1,8 @@
-"""Conversion of tools, and of the arguments of calls, between the shapes of the dialects.
+"""Conversion of tools, and of the arguments of calls, between the formats of the dialects.
 
 In chats and Ollama's routes, the name of a function is in a member `function`. In `/v1/responses`, it is next to
-`type`. In `/v1/messages`, the schema is called `input_schema`. Agents that use several routes mix these shapes, and
-some leave out `type`. Each route therefore accepts all of them.
+`type`. In `/v1/messages`, the schema is called `input_schema`. Agents that use several routes mix these formats, and
+some omit `type`. Each route therefore accepts all of them.
 """
 
 from typing import Annotated, Any, cast
@@ -19,7 +19,7 @@ _INNER = frozenset({"name", "description", "parameters", "strict", "format"})
 
 
 def extract_member(part: Body, kind: str) -> Body:
-    """Return a part with the members of its member `kind`, such as `function`, in place of that member.
+    """Return a part in which the members of its object `kind`, such as `function`, replace that object.
 
     A part without such an object, or with the same member at both levels, is returned unchanged.
     """
@@ -30,7 +30,7 @@ def extract_member(part: Body, kind: str) -> Body:
 
 
 def convert_to_responses(tool: object) -> object:
-    """Return a function or custom tool in the shape of `/v1/responses`; any other value unchanged.
+    """Return a function or custom tool in the format of `/v1/responses`, and any other value unchanged.
 
     A tool without a type, or with Anthropic's `input_schema`, is a function.
     """
@@ -39,7 +39,7 @@ def convert_to_responses(tool: object) -> object:
 
 
 def convert_to_chat(tool: object) -> object:
-    """Return a function or custom tool in the shape of chats; any other value unchanged.
+    """Return a function or custom tool in the format of chats, and any other value unchanged.
 
     A tool without a type, or with Anthropic's `input_schema`, is a function.
     """
@@ -52,7 +52,7 @@ def convert_to_chat(tool: object) -> object:
 
 
 def convert_to_anthropic(tool: object) -> object:
-    """Return a function of another dialect in the shape of `/v1/messages`; any other value unchanged."""
+    """Return a function of another dialect in the format of `/v1/messages`, and any other value unchanged."""
     fields = cast("Body", tool) if isinstance(tool, dict) else {}
     if fields.get("type") != "function" and not {"function", "parameters"} & fields.keys():
         return cast("object", tool)
@@ -61,9 +61,9 @@ def convert_to_anthropic(tool: object) -> object:
 
 
 def _complete_type(tool: object) -> Body | None:
-    """Return a function or custom tool with its type; None for a tool of another type.
+    """Return a function or custom tool with its type; None for any other value.
 
-    Without a type, a tool is a function. With Anthropic's `input_schema`, the type `custom` means a function.
+    A tool without a type is a function. A tool with Anthropic's `input_schema` is a function as well.
     """
     if not isinstance(tool, dict):
         return None
@@ -95,6 +95,6 @@ def _decode_arguments(arguments: object) -> object:
 
 
 ArgumentsText = Annotated[str, BeforeValidator(_encode_arguments)]
-"""Arguments of a call as JSON text. An object, as in Ollama's shape, is encoded."""
+"""Arguments of a call as JSON text. An object, as in Ollama's format, is encoded."""
 ArgumentsObject = Annotated[dict[str, Any], BeforeValidator(_decode_arguments)]
-"""Arguments of a call as an object. JSON text, as in OpenAI's shape, is decoded."""
+"""Arguments of a call as an object. JSON text, as in OpenAI's format, is decoded."""

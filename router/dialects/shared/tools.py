@@ -1,9 +1,9 @@
-"""Tools that a model may call, in the common form of all dialects: functions in OpenAI's JSON, in their order.
+"""Tools that a model may call, in the common form of all dialects: functions as JSON in OpenAI's format, in order.
 
-A client offers functions, custom tools (their input is a text), and namespaces that group both. A model only gets
-functions. A custom tool becomes a function with the one parameter `input`, and its calls are converted back. Tools of
-any other type (`web_search`, `local_shell`, `mcp`, ...) would have to run on the server. They are left out and named in
-the answer; `router.unknown_fields = "refuse"` makes them a 400.
+A client offers functions, custom tools (whose input is a text), and namespaces that group both. A model gets only
+functions. A custom tool becomes a function with the single parameter `input`, and its calls are converted back. Tools
+of any other type (`web_search`, `local_shell`, `mcp`, ...) would have to run on the server. They are omitted, and named
+in the answer. With `router.unknown_fields = "refuse"`, they give a 400 problem instead.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,32 +19,32 @@ from router.dialects.shared.validation import build_unsupported
 from router.errors import Problem, build_invalid
 
 NO_PARAMETERS: Body = {"type": "object", "properties": {}}
-"""Schema of a function without parameters; templates require a schema."""
+"""Schema of a function without parameters. Templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""Schema of a custom tool's input."""
+"""Schema of the parameters of a custom tool, as a function."""
 MAX_FUNCTION_NAME_CHARS = 128
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
 class ClientTool(NamedTuple):
-    """Tool as its client knows it, if that differs from the function that the model gets."""
+    """Tool in the client's own form, if that differs from the function that the model gets."""
 
     name: str
     custom: bool = False
     """Whether the tool is a custom tool, whose input is a text."""
     namespace: str = ""
-    """Name of the tool's namespace; empty without one."""
+    """Name of the tool's namespace; empty if it has none."""
 
 
 class OfferedTool(NamedTuple):
     """Tool of a request as the model gets it."""
 
     body: Body
-    """Function in OpenAI's JSON."""
+    """Function as JSON in OpenAI's format."""
     strict: bool = False
     """Whether the arguments of a call must follow the schema."""
     origin: ClientTool | None = None
-    """Tool as its client knows it; None if that is the same function."""
+    """Tool in the client's own form; None if that is the same function."""
 
     @property
     def name(self) -> str:
@@ -56,25 +56,25 @@ class ToolSet(NamedTuple):
     """All tools of a request, as `collect_tools` returns them."""
 
     text: str = ""
-    """JSON of the functions for `wire.frames.Generate`; empty if the prompt contains none."""
+    """JSON of the functions for `wire.frames.Generate`; empty if the prompt contains no tools."""
     names: tuple[str, ...] = ()
     """Names of the functions."""
     strict: bool = False
     """Whether the arguments of at least one tool must follow its schema."""
     origins: Mapping[str, ClientTool] = {}
-    """Tools that the client knows in another form, by function name."""
+    """Tools whose form at the client differs from the function, by the name of the function."""
     left_out: tuple[str, ...] = ()
-    """Tools that were left out, as `path=type`."""
+    """Tools that were omitted, as `path=type`."""
 
 
 NO_TOOLS = ToolSet()
 
 
 def build_function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
-    """Return a function in OpenAI's shape.
+    """Return a function as JSON in OpenAI's format.
 
-    `more` are further members, such as `strict`. Members that are None are left out, except `parameters`, whose default
-    is the schema without parameters.
+    `more` are further members, such as `strict`. Members that are None are omitted, except `parameters`, whose default
+    is `NO_PARAMETERS`.
     """
     named = {"name": name, "description": description, **more}
     named["parameters"] = NO_PARAMETERS if parameters is None else parameters
@@ -82,9 +82,10 @@ def build_function(name: str, description: object = None, parameters: object = N
 
 
 def build_custom_function(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
-    """Return a custom tool as a function with the one text parameter `input`.
+    """Return a custom tool as a function with the single text parameter `input`.
 
-    `form` is the format of the input; None: any text. A grammar becomes a part of the description, and is not enforced.
+    `form` is the format of the input; None for any text. A grammar becomes a part of the description, and is not
+    enforced.
     """
     texts = [description] if description else []
     if isinstance(form, GrammarFormat):
@@ -93,7 +94,7 @@ def build_custom_function(name: str, description: str | None, form: TextFormat |
 
 
 def clean_function(tool: Body) -> Body:
-    """Return a function of a body in OpenAI's shape without unknown members and members that are null.
+    """Return a function of a body in OpenAI's format, without its unknown members and without members that are null.
 
     A missing schema becomes `NO_PARAMETERS`. Keys keep their order, because templates print them.
     """
@@ -102,18 +103,17 @@ def clean_function(tool: Body) -> Body:
 
 
 def render_omitted_part(kind: str) -> str:
-    """Return the text for a part of a tool's result that is no text, such as an image. `kind` is its type.
+    """Return the note that replaces a part of a tool result that is not text, such as an image. `kind` is its type.
 
-    An agent does not know the models of this cluster, and sends such a result again in each request of its
-    conversation.
+    Such a part is not refused, because an agent sends the result again in each request of its conversation.
     """
     return f"[{kind[:64]} omitted: the model gets only text]"
 
 
 def build_omitted_problem(where: str) -> Problem:
-    """Build the 400 problem for a part that is no text, with `router.unknown_fields = "refuse"`.
+    """Return the 400 problem for a part that is not text, for `router.unknown_fields = "refuse"`.
 
-    `where` is the path and type of the part.
+    `where` is the path and the type of the part, as `path=type`.
     """
     return build_unsupported(where[:128], why=f"{where[:128]} is not supported: models get only text")
 
@@ -134,15 +134,17 @@ def collect_tools(
     include_text: bool = True,
     allowed: frozenset[str] | None = None,
 ) -> ToolSet | Problem:
-    """Check and combine the tools of a request: the functions `offered`, and the tools in `foreign` for a server.
+    """Check the tools of a request, and return them as a set.
 
-    Return a 400 problem for more than `MAX_TOOLS` functions, and if `encode_json` refuses their JSON, for example above
-    `MAX_TOOLS_BYTES`. With `strict`, return one for the first tool that would have to run on a server. Otherwise list
-    such tools in `ToolSet.left_out`.
+    `offered` are the functions for the model. Only those with a name in `allowed` are included; None for all. A
+    function whose name is taken gets the name of its namespace as a prefix, if it has a namespace. Unless
+    `include_text`, `ToolSet.text` is empty, so that the prompt contains no tools.
 
-    A function whose name is taken gets the name of its namespace as a prefix, if it has one. Without `include_text`,
-    `ToolSet.text` is empty, so that the prompt contains no tools. Only tools with a name in `allowed` are
-    included; None: all tools. A name in `allowed` without a tool is a 400 problem.
+    `foreign` are the tools of the body, including those that would have to run on a server; None for none. `strict`
+    refuses the first tool for a server with a 400 problem. Otherwise `ToolSet.left_out` lists such tools.
+
+    Return a 400 problem also for more than `MAX_TOOLS` functions, and for a name in `allowed` without a tool. Return it
+    also if `encode_json` refuses the JSON of the functions, for example above `MAX_TOOLS_BYTES`.
     """
     without = tuple(find_server_tools(foreign))
     if strict and without:
@@ -172,7 +174,7 @@ def collect_tools(
 
 
 def _make_distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
-    """Add the namespace as a prefix to a tool whose name is already taken."""
+    """Yield the tools. A tool whose name is already taken gets its namespace, if it has one, as a prefix."""
     names: set[str] = set()
     for tool in offered:
         origin, name = tool.origin, tool.name
@@ -183,9 +185,9 @@ def _make_distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
 
 
 def decode_input(call: AnswerToolCall) -> str:
-    """Return the input of a call to a custom tool: the text `input` of its arguments, a JSON object.
+    """Return the input of a call of a custom tool, which is the text `input` in the JSON object of its arguments.
 
-    Arguments of another shape are returned unchanged.
+    Arguments of any other form are returned unchanged.
     """
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input

@@ -1,7 +1,7 @@
-"""Conversion of pydantic's errors into one 400 problem that names the parameter.
+"""Conversion of the errors of pydantic into one 400 problem that names the wrong parameter.
 
-A body may be wrong in many places. A field that is not offered is reported first, because no correction of the rest
-would help.
+A body may be wrong in many places. A field that is not supported is reported first, because correcting the rest would
+not help.
 """
 
 import difflib
@@ -21,12 +21,12 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
 _FORMS = frozenset({"format", "output_config", "output_format", "response_format", "structured_outputs", "text"})
-"""Fields that define the format of an answer: an unknown field in them would change the answer."""
+"""Fields that define the format of an answer. An unknown field in them would change the answer."""
 _WITH_FORMS = frozenset({"output_config", "text"})
-"""Fields with a member `format`, and members of other kinds, to which new versions of clients add some."""
+"""Fields with a member `format` and with other members, to which new versions of clients add more."""
 _MAX_VALUE_CHARS = 64
 UNSUPPORTED_TYPE = "is not supported by this server, with any model"
-"""End of the error text for a value of `type` that is not supported."""
+"""End of the error message for a field, or a value of `type`, that is not supported."""
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -37,9 +37,10 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 
 def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
-    """Build the 400 problem for a field that no model here supports, with the alternative from `instead_of`, if any.
+    """Return the 400 problem for a field that is not supported with any model.
 
-    `why` replaces the default sentence before the alternative.
+    `instead_of` has the alternatives to fields, which the message includes. `why` replaces the default text before the
+    alternative; empty for the default.
     """
     text = why or f"{param} {UNSUPPORTED_TYPE}"
     instead = instead_of.get(param.rpartition(".")[2], "")
@@ -47,9 +48,10 @@ def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why:
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
-    """Build the 400 problem for the errors of a body.
+    """Return one 400 problem for the errors of a body.
 
-    `known` are the fields of the body, `instead` the alternatives to unsupported fields.
+    `known` are the names of all fields of the body, for a hint about an unknown field. `instead` has the alternatives
+    to unsupported fields.
     """
     errors = _list_errors(error)
     later = next((problem for detail in errors if (problem := _check_unsupported(detail, instead)) is not None), None)
@@ -90,7 +92,7 @@ def _list_errors(error: ValidationError) -> list[_Error]:
 
 
 def _check_unsupported(error: _Error, instead: Mapping[str, str]) -> Problem | None:
-    """Return the problem if this error requests something that is not offered; None for any other error."""
+    """Return a 400 problem for an error about a feature that is not supported; None for any other error."""
     path = _render_path(error.loc)
     if error.loc[-1] in _LATER:
         return build_unsupported(path, instead)
@@ -108,9 +110,10 @@ def _build_unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Proble
 
 
 def _render_path(loc: tuple[str | int, ...]) -> str:
-    """Render `messages[0].content[1].text` without the names of union branches and without pydantic's step `[key]`.
+    """Return the path of an error, such as `messages[0].content[1].text`.
 
-    The branches of parts end in `_part`, which no field does.
+    The tags of union branches and pydantic's step `[key]` are omitted. The tags of parts end in `_part`, and no field
+    does.
     """
     path = ""
     before: str | int = ""
