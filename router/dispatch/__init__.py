@@ -1,1 +1,1 @@
-"""Dispatch: the path of a request from placement to its last token."""
+"""Dispatch: accept requests, send them to nodes, follow them to their end, and record their usage."""

@@ -1,6 +1,7 @@
 """Accounting of ended requests: usage and quota of the API key, counters, history.
 
-A request that ends early is charged for the tokens processed until then: disconnecting is no way around a limit.
+A request that ends early is charged for the tokens processed until then, so that a client that disconnects early does
+not avoid a limit.
 """
 
 import structlog
@@ -30,12 +31,16 @@ QUOTING = {
     RefusalCode.UNSUPPORTED: "the model lacks a feature of the request; the response to the client has the details",
     RefusalCode.TEMPLATE: "the template or tokenizer rejects the messages; the response to the client has the details",
 }
-"""Stored text for refusals whose message may quote the request: the message goes to the client and is not stored."""
+"""Stored text, by code, for refusals whose message may quote the request. The message itself goes only to the client.
+"""
 
 
 class Accounting:
-    """Recorder of ended requests for usage, limits, counters and history. The recorder also settles the charge of each
-    request: it refunds unused tokens to the key, and charges the tokens beyond the estimate."""
+    """Recorder of ended requests for usage, limits, counters and history.
+
+    The recorder also settles the charge of each request: it refunds unused tokens to the key, and charges the tokens
+    beyond the estimate.
+    """
 
     def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters
@@ -45,7 +50,8 @@ class Accounting:
     def record_end(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
-        If `request.charged` is None, the request is counted and stored in the history, but is no usage of its key.
+        A request whose `charged` is None is counted and stored in the history, but changes neither the usage nor the
+        quota of its key.
 
         `model` is the name for the totals: the request's model or the label of its upstream. It is empty if no member
         has a model of that name.
@@ -94,7 +100,8 @@ class Accounting:
 def compute_max_prompt_tokens(request: ActiveRequest) -> int:
     """Return the maximum prompt tokens that a node may report for a request.
 
-    Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
+    Each byte of the prompt is at most one token. The chat template adds at most `TEMPLATE_TOKENS`, and `MESSAGE_TOKENS`
+    for each message. Embeddings and scores have no template: each text adds at most `INPUT_TOKENS`.
     """
     demand, messages = request.spec.demand, request.spec.messages
     text = max(demand.prompt_bytes + demand.other_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
@@ -112,9 +119,10 @@ def _compute_max_completion_tokens(request: ActiveRequest) -> int:
 
 
 def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
-    """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
+    """Return the end of a request, with the usage numbers of the node limited to the maximum that the request can use.
 
-    A false report therefore costs the key at most these bounds. A report beyond them is logged.
+    A false report therefore costs the key at most these bounds. A report beyond them is logged. `frame` itself is
+    returned if all its numbers are within the bounds.
     """
     prompt, completion = frame.prompt_tokens, frame.completion_tokens
     most_completion = _compute_max_completion_tokens(request)
@@ -141,7 +149,7 @@ def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
 
 
 def _choose_stored_message(outcome: Refused | RequestFailure) -> str:
-    """Return the stored message of an end: never a message that may quote the client's request."""
+    """Return the message of an end that the history stores. It never quotes the client's request."""
     quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
     return quoting or outcome.message
 

@@ -1,4 +1,4 @@
-"""Dispatcher's side of a request from its arrival to its end: its state, the nodes it has tried, its token ids.
+"""Dispatcher's side of a request, from arrival to end: its state, the nodes it has tried, and its received token ids.
 
 The reader's side is `answer.Answer`, which the dispatcher fills and the reader empties.
 """
@@ -25,21 +25,22 @@ from wire.models.version import UNKNOWN_VERSION, ModelVersion
 
 _STREAMING = RequestState.STREAMING
 MAX_STEPS = 64
-"""Maximum recorded steps of a request."""
+"""Maximum number of steps in the history of a request."""
 
 
 class ActiveRequest:
     """Request of a client in the dispatcher.
 
-    `number` orders requests by arrival. `now` is the time of arrival in monotonic seconds. `demand` and `params` are
-    taken from `spec` unless given. `charged` is the number of tokens charged to the key's quota; None if the quota
-    refused the request or is not charged. `rates` is the state of the key's rates after the charge; empty without
-    rates. `chain` has the hashes of the prompt; None if placement does not use them. `cached_shares` maps nodes to the
-    share of the prompt in their prefix cache, 0 to 1. `alias` has the candidates of the alias that the client named;
-    None without an alias.
+    `number` orders requests by arrival. `now` is the time of arrival in monotonic seconds. `demand` and `params`
+    default to those of `spec`. `charged` is the number of tokens charged to the key's quota; None if the quota refused
+    the request or was not charged. `rates` is the state of the key's rates after the charge; empty without rates.
+    `chain` has the hashes of the prompt; None if placement does not use them. `cached_shares` maps nodes to the share
+    of the prompt in their prefix cache, 0 to 1. `alias` has the candidates of the alias that the client named; None if
+    it named none.
 
-    `life` is the state of the request with its attempts. `tried` has the nodes that placement excludes, `tokens` the
-    received token ids. `answer` passes deltas and the outcome to the reader, which sends them to the client.
+    The attribute `life` is the state of the request and of its attempts. `tried` has the nodes that placement excludes.
+    `tokens` has the token ids received so far. `answer` passes deltas and the outcome to the reader, which sends them
+    to the client.
     """
 
     __slots__ = (
@@ -96,30 +97,28 @@ class ActiveRequest:
         self.cached_shares: Mapping[NodeId, float] = cached_shares
         self.alias = alias
         self.estimated_tokens = estimate_probable_tokens(spec.demand)
-        """Expected tokens of the request, for the share of its key."""
+        """Expected tokens of prompt and answer, which count towards the fair share of the key."""
         self.answer: StreamedAnswer | CollectedAnswer = _create_answer(spec)
         self.tokens = GeneratedTokens(spec.params.n, self.params.max_tokens)
         self.tried: TriedNodes = TriedNodes()
         self.life = RequestLife(now)
         self.node: NodeId | None = None
-        """Copy of `life.node`, because this is read for every token; None without an attempt."""
+        """Copy of `life.node`, which is read for every token; None without a current attempt."""
         self.streaming = False
-        """Whether the current attempt has its first token. Derived from `life.state`, because this is read for every
-        token.
-        """
+        """Whether the current attempt has its first token. Derived from `life.state` and read for every token."""
         self.version = UNKNOWN_VERSION
-        """Version of the model that generates the answer, or is to generate it; unknown before the first attempt."""
+        """Version of the model that generates the answer, or will generate it; unknown before the first attempt."""
         self.prompt_counts: tuple[int, int] = (0, 0)
-        """Prompt tokens and the cached tokens among them, for usage; zeros until a node or an upstream has them."""
+        """Prompt tokens, and how many of them were cached, for usage; zeros until a node or upstream reports them."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
         """Place in the queue; None if the request is not queued."""
         self.deadline: float | None = None
-        """End of the wait in the queue, also of a later wait, in monotonic seconds.
+        """Time at which the wait in the queue ends, in monotonic seconds. A later wait keeps the deadline.
 
         None before the first wait, and after a node has admitted the request.
         """
         self.swap = ""
-        """Model swap that the request waits for in the queue, for the control plane; empty for none."""
+        """Description of the model swap that the request waits for, for the control plane; empty for none."""
         self.steps: list[tuple[float, str, str]] = []
         """Steps as (seconds after arrival, event, node)."""
 
@@ -149,10 +148,10 @@ class ActiveRequest:
         return self.life.attempt
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Apply an event at `now` (monotonic seconds). Return the actions.
+        """Apply an event at `now` (monotonic seconds). Return the actions that the dispatcher must perform.
 
-        Raise `IllegalEventError` if the event is illegal in this state, `InvariantError` if only a bug can have caused
-        the new state. After either error the request is unchanged.
+        Raise `IllegalEventError` if the event is illegal in this state, and `InvariantError` if only a bug can have
+        caused the new state. After either error the request is unchanged.
         """
         life, actions = step(self.life, event, now)
         self.life = life
@@ -161,9 +160,10 @@ class ActiveRequest:
         return actions
 
     def check(self) -> None:
-        """Raise `InvariantError` if two values of `life` contradict each other.
+        """Check that the state of the request is consistent.
 
-        Raise `AssertionError` if the place in the queue or the node does not match the state.
+        Raise `InvariantError` if two values of `life` contradict each other. Raise `AssertionError` if the place in the
+        queue or the node does not match the state.
         """
         self.life.check()
         assert (self.entry is not None) == (self.state is RequestState.QUEUED), self  # noqa: S101  an invariant
@@ -171,17 +171,19 @@ class ActiveRequest:
 
     def add_step(self, now: float, event: str, node: str = "") -> None:
         """Record a step at `now` (monotonic seconds) for the history of the request.
-        `node` is the name of the step's node; empty without one. Beyond `MAX_STEPS` the middle step is removed.
+
+        `node` is the name of the node that the step concerns; empty if it concerns none. At `MAX_STEPS`, the step in
+        the middle is removed.
         """
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, event, node))
 
     def get_attempt_history(self) -> AttemptHistory:
-        """Return the earlier attempts, which placement takes into account.
+        """Return the facts about earlier attempts that placement needs: excluded nodes, and the version to resume.
 
-        Return `FIRST` for a request that was never sent and is not queued. The history has the model's version only if
-        another node could resume the answer.
+        Return `FIRST` for a request that was never sent and is not queued. The version is None if no node could resume
+        the answer.
         """
         if not self.life.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
@@ -197,7 +199,7 @@ class ActiveRequest:
             state.remove_node(node)
 
     def use_candidate(self, state: CandidateState) -> CandidateState:
-        """Use the state of another candidate of the alias, or of its upstream. Return the state that was in use."""
+        """Switch to the state of another candidate of the alias, or of its upstream. Return the former state."""
         former = CandidateState(self.spec, self.demand, self.tried, self.chain, self.cached_shares)
         self.spec, self.demand, self.tried = state.spec, state.demand, state.tried
         self.chain, self.cached_shares = state.chain, state.cached_shares
@@ -218,8 +220,8 @@ class ActiveRequest:
     def add_delta(self, delta: Delta) -> bool:
         """Store one delta from the node. Return True if the answer must be flushed after the last delta of its frame.
 
-        A delta of an unknown choice discards the ids of a streamed answer, which can then no longer be resumed. A
-        collected answer ignores such a delta.
+        After a delta of a choice that does not exist, a streamed answer can no longer be resumed, because its ids are
+        discarded. A collected answer ignores such a delta.
         """
         try:  # without a call of `tokens`: this runs for every token
             self.tokens.ids[delta.choice] += delta.ids
@@ -229,9 +231,7 @@ class ActiveRequest:
         return self.answer.add(delta)
 
     def prepare_resume(self) -> None:
-        """Set `demand.known_tokens` to the number of received tokens of the longest choice, for placements of a request
-        whose answer is resumed.
-        """
+        """Set `demand.known_tokens` to the received tokens of the longest choice, before the answer is resumed."""
         self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 
     def restart(self) -> None:
@@ -243,7 +243,7 @@ class ActiveRequest:
     # facts from nodes
 
     def set_version(self, version: ModelVersion) -> None:
-        """Record the version of the model that begins the answer."""
+        """Record the version of the model that generates the answer."""
         self.version = version
 
     def set_prompt_tokens(self, tokens: int) -> None:
@@ -251,9 +251,10 @@ class ActiveRequest:
         self.demand = replace(self.demand, prompt_tokens=tokens)
 
     def record_prefill(self, prompt: int, cached: int) -> None:
-        """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline.
+        """Record the number of prompt tokens of an admitted attempt, and how many of them are cached.
 
-        For embeddings and scores, `prompt` is the sum over all texts, and the demand's prompt tokens do not change.
+        The deadline is cleared, so that a later wait gets a new one. For embeddings and scores, `prompt` is the sum
+        over all texts, and `demand.prompt_tokens` does not change.
         """
         if self.spec.embed is None:
             self.set_prompt_tokens(prompt)
@@ -268,15 +269,15 @@ class ActiveRequest:
         self.deadline = entry.deadline
 
     def leave_queue(self) -> None:
-        """Record that the request has no place in the queue any more, and waits for no model swap and no pull."""
+        """Record that the request has left the queue. It then waits for no model swap and no pull."""
         self.entry = None
         self.set_swap("")
         self.answer.announce_wait("")
 
     def set_swap(self, swap: str) -> bool:
-        """Set the model swap that the request waits for, empty for none. Return whether it has changed.
+        """Set the model swap that the request waits for; empty for none. Return whether it has changed.
 
-        A change sets the reason in the next keep-alive to the client.
+        If it has, the next keep-alive to the client says whether the request waits for a swap.
         """
         if swap == self.swap:
             return False

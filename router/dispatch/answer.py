@@ -1,4 +1,4 @@
-"""Reader's side of a request: its answer, into which the dispatcher delivers and which one reader takes.
+"""Reader's side of a request: its answer, which the dispatcher fills and one reader takes.
 
 The deltas of one frame are added, then every answer with new deltas is flushed once. A flush calls a stream's sink or
 wakes a waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and
@@ -17,11 +17,12 @@ from router.dispatch.request import SLOW, CompleteAnswer, Outcome
 from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
-"""Number that `Answer.buffered` adds to the characters of one pending delta, and of one collected tool call."""
+"""Overhead in `Answer.buffered` of one pending delta and of one collected tool call, in addition to the characters."""
 LOGPROB_BYTES = 96
-"""Number that `Answer.buffered` adds for one token's log probability, and for each alternative."""
+"""Overhead in `Answer.buffered` of one token's log probability and of each alternative, in addition to the characters.
+"""
 MAX_DELTAS_TAKEN = 256
-"""Maximum deltas that one call of `take_deltas` returns: a slow reader shows its progress by further calls."""
+"""Maximum deltas that one call of `take_deltas` returns. A slow reader shows its progress by further calls."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
 """Maximum of `Answer.buffered`, in characters with overheads, for an answer that is not streamed."""
 
@@ -35,14 +36,16 @@ class Answer:
         self.outcome: Outcome | None = None
         """Outcome of the request; None before its end."""
         self.waits_for = ""
-        """Reason of a wait, as shown to the client; empty without one. It names no node and no model, which may be
-        hidden from the key."""
+        """Reason why the request waits, as shown to the client; empty for none.
+
+        The reason names no node and no model, because these may be hidden from the key.
+        """
         self.upstream = ""
-        """Upstream to which the reader must pass the request on; empty without one."""
+        """Name of the upstream to which the reader must pass the request on; empty for none."""
         self.opened = False
-        """Whether the client has the status of its answer."""
+        """Whether the HTTP status has been sent to the client."""
         self.begun = False
-        """Whether the client has a part of the answer."""
+        """Whether the reader has taken a part of the answer for the client."""
         self.buffered = 0
         """Size of the stored part in characters, with overheads. Of a stream, only deltas of a slow reader count."""
         self._sink: Callable[[], None] | None = None
@@ -53,12 +56,12 @@ class Answer:
     def add(self, delta: Delta) -> bool:
         """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame.
 
-        Each subclass overrides this.
+        Each subclass overrides this method.
         """
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Discard the stored part of the answer. Each subclass overrides this."""
+        """Discard the stored part of the answer. Each subclass overrides this method."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -73,38 +76,41 @@ class Answer:
                 waiter.set_result(None)
 
     def end(self, outcome: Outcome) -> None:
-        """Set the outcome and notify the reader. Do nothing if an outcome is set already."""
+        """Set the outcome and notify the reader. Do nothing if the answer already has an outcome."""
         if self.outcome is None:
             self.outcome = outcome
             self.flush()
 
     def set_upstream(self, upstream: str) -> None:
-        """Set the upstream to which the reader must pass the request on, and notify the reader."""
+        """Set the name of the upstream to which the reader must pass the request on, and notify the reader."""
         self.upstream = upstream
         self.flush()
 
     def announce_wait(self, reason: str) -> None:
-        """Set the reason of a wait for the next keep-alive; empty without one."""
+        """Set the reason of a wait, which the next keep-alive shows to the client; empty for none."""
         self.waits_for = reason
 
     # reader
 
     def attach(self, sink: Callable[[], None]) -> None:
-        """Call `sink` at every flush from now on."""
+        """Call `sink` at every flush from now on. No Future of `wait` is completed while a sink is attached."""
         self._sink = sink
 
     def detach(self) -> None:
-        """Stop calling the sink."""
+        """Remove the sink. Later flushes wake a waiting reader again."""
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that the next `flush` completes if no sink is attached. Older Futures stay pending."""
+        """Return a Future that the next `flush` completes if no sink is attached.
+
+        Only the Future of the newest call is completed; those of earlier calls stay pending.
+        """
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
 
 class StreamedAnswer(Answer):
-    """Answer that is sent while it is generated.
+    """Answer that is sent to the client while it is generated.
 
     `buffered` counts the characters, with overheads, of pending deltas that arrived while the reader was `blocked`. It
     is 0 for a reader that keeps up.
@@ -119,7 +125,7 @@ class StreamedAnswer(Answer):
         self.blocked = True
         """Whether the write buffer of the client's transport is full, or no reader has started yet."""
         self.keepalive_due = False
-        """Whether a keep-alive was requested since the last `take_deltas`."""
+        """Whether a keep-alive was requested after the last call of `take_deltas`."""
         self.takes = 0
         """Number of calls of `take_deltas`."""
 
@@ -147,12 +153,14 @@ class StreamedAnswer(Answer):
         self.flush()
 
     def mark_opened(self) -> None:
-        """Record that the client has the status of the answer: a later refusal can no longer set the HTTP status."""
+        """Record that the HTTP status was sent to the client. A later refusal can no longer set the status."""
         self.opened = True
 
     def end_unread(self) -> None:
-        """Replace the outcome by `SLOW` and notify the reader, because the client does not read the rest of an answer
-        whose request has ended."""
+        """Replace the outcome by `SLOW` and notify the reader.
+
+        Call this method for an ended request whose client does not read the rest of the answer.
+        """
         self.outcome = SLOW
         self.flush()
 
@@ -195,7 +203,10 @@ class CollectedAnswer(Answer):
         self.discard()
 
     def add(self, delta: Delta) -> bool:
-        """Collect the requested parts of a delta, and return False: the reader waits for the outcome only."""
+        """Collect the requested parts of a delta. Return False, because the reader waits only for the outcome.
+
+        Ignore a delta of a choice that does not exist.
+        """
         choice = delta.choice
         if not 0 <= choice < self._choices:
             return False
@@ -222,23 +233,22 @@ class CollectedAnswer(Answer):
         self.buffered = 0
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the answer from the deltas collected so far. `fingerprint` names the version of the model that
-        generated the answer.
+        """Return the answer from the deltas collected so far. It is complete once the outcome is `Finished`.
 
-        The answer is whole once the outcome is `Finished`.
+        `fingerprint` is that of the model that generated the answer.
         """
         texts = {where: text.getvalue() for where, text in self._texts.items()}
         return CompleteAnswer(texts, self._calls, self._logprobs, fingerprint)
 
     async def wait_for_outcome(self) -> Outcome:
-        """Wait for the outcome and return it. There is no time limit, and a cancellation does not end the request."""
+        """Wait without a time limit for the outcome, and return it. A cancellation does not end the request."""
         while self.outcome is None:
             await self.wait()
         return self.outcome
 
 
 class VectorsAnswer(CollectedAnswer):
-    """Vectors of `count` texts, read once at the end. Invalid vectors of a node are left out: see `add_vectors`."""
+    """Vectors of `count` texts, read once at the end. Invalid vectors of a node are ignored: see `add_vectors`."""
 
     __slots__ = ("_count", "_vectors")
 
@@ -248,14 +258,14 @@ class VectorsAnswer(CollectedAnswer):
 
     @property
     def complete(self) -> bool:
-        """Whether each text has a vector, and all have the same length."""
+        """Whether each text has a vector, and all vectors have the same length."""
         return len(self._vectors) == self._count and len({len(vector) for vector in self._vectors.values()}) == 1
 
     def add_vectors(self, frame: Vectors) -> None:
-        """Store the vectors of a frame by their texts; a later vector of a text replaces an earlier one.
+        """Store the vectors of a frame by their texts. A later vector of a text replaces an earlier one.
 
-        Ignore a frame whose length does not match, or with numbers that are not finite. Ignore vectors of texts that
-        the request does not have.
+        Ignore a frame whose data cannot be divided into equal vectors, or whose data has numbers that are not finite.
+        Ignore vectors of texts that the request does not have.
         """
         count = len(frame.places)
         size, rest = divmod(len(frame.data), count * NUMBER_BYTES) if count else (0, 1)
@@ -271,7 +281,10 @@ class VectorsAnswer(CollectedAnswer):
         self._vectors: dict[int, bytes] = {}
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the answer, with the vectors in the order of their texts. Without `complete`, vectors are missing."""
+        """Return the answer, with the vectors in the order of their texts. Vectors are missing unless `complete`.
+
+        `fingerprint` is that of the model that computed the vectors.
+        """
         return CompleteAnswer({}, {}, {}, fingerprint, tuple(self._vectors[place] for place in sorted(self._vectors)))
 
 

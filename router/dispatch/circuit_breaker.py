@@ -1,5 +1,4 @@
-"""Circuit breakers: stop sending requests to a node or an upstream that keeps failing, and probe it with one request
-later.
+"""Circuit breakers: send no requests to a node or an upstream that keeps failing, and later probe it with one request.
 
 A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, membership handles a lost
 link, and a cancelled request does not show the state of the engine.
@@ -10,10 +9,10 @@ link, and a cancelled request does not show the state of the engine.
                                         └── it fails: twice as long ──┘
 
 Faults within `SAME_FAULT_SECONDS` count as one, because a dead engine fails all of its requests. Faults are in a row if
-no successful answer and no `FAULT_WINDOW_SECONDS` without a fault are between them.
+no answer succeeds between them, and at most `FAULT_WINDOW_SECONDS` pass from each to the next.
 
 Only the probe closes or reopens a breaker that is not closed, because earlier requests do not show the current state. A
-probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
+probe that is refused, cancelled or moved has no result, and the next request becomes the probe. A probe that runs for
 `PROBE_SUCCESS_SECONDS` succeeds.
 
 Times are in monotonic seconds.
@@ -24,13 +23,13 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 MAX_FAULTS = 3
-"""Faults in a row that open a breaker."""
+"""Number of faults in a row that opens a breaker."""
 SAME_FAULT_SECONDS = 1.0
 """Seconds after a counted fault in which further faults are not counted."""
 FAULT_WINDOW_SECONDS = 60.0
 """Seconds without a counted fault after which the count starts again."""
 MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 5.0, 120.0
-"""First and maximum open time of a breaker, in seconds."""
+"""First and longest open time of a breaker, in seconds. A failed probe doubles the time."""
 PROBE_SUCCESS_SECONDS = 10.0
 """Running time in seconds after which a probe succeeds."""
 
@@ -42,10 +41,10 @@ class BreakerState:
     """State of a breaker that is not closed."""
 
     state: str
-    """`open` until `until`; then `half open` until a request is sent, which is the probe; then `probing` until its
-    result."""
+    """`open` until the time `until`, then `half open` until a request is sent, the probe, then `probing` until it ends.
+    """
     why: str
-    """Message of the newest fault that had one; empty without any."""
+    """Message of the newest fault that had a message; empty if none had."""
     until: float
     """End of the open time, in monotonic seconds."""
     opened: int
@@ -69,16 +68,16 @@ class _Breaker:
         self.faults = self.opened = 0
 
     def open(self, open_seconds: float, now: float) -> None:
-        """Open the breaker for `open_seconds`."""
+        """Open the breaker for `open_seconds` from `now` (monotonic seconds)."""
         self.until, self.open_seconds, self.probe = now + open_seconds, open_seconds, None
         self.opened += 1
 
     def begin_probe(self, request: int, now: float) -> None:
-        """Record the request that is the probe."""
+        """Record that the attempt `request` is the probe, sent at `now` (monotonic seconds)."""
         self.probe, self.probed = request, now
 
     def end_probe(self) -> None:
-        """Record that the probe has no result: the next request is the probe."""
+        """Record that the probe ended without a result. The next request becomes the probe."""
         self.probe = None
 
     def set_message(self, why: str) -> None:
@@ -86,29 +85,29 @@ class _Breaker:
         self.why = why or self.why
 
     def count_fault(self, now: float) -> int:
-        """Count a fault, and return the number of faults in a row."""
+        """Count a fault at `now` (monotonic seconds). Return the number of faults in a row."""
         self.faults = self.faults + 1 if now <= self.last + FAULT_WINDOW_SECONDS else 1
         self.last = now
         return self.faults
 
 
 class CircuitBreakers(Generic[N]):
-    """Circuit breakers by node, or by name of an upstream. A node without faults has none.
+    """Circuit breakers, one for each node or one for each upstream, by id or name. A node without faults has none.
 
-    A request is identified by the number of its attempt, or at an upstream by its own number.
-    All times are in monotonic seconds.
+    In the methods, `node` stands for the node or the upstream. `request` is the number of the attempt, at an upstream
+    the number of the request. All times are in monotonic seconds.
     """
 
     def __init__(self) -> None:
         self.by_node: dict[N, _Breaker] = {}
-        """Breakers of the nodes with a fault; read-only outside of this class."""
+        """Breakers of the nodes with a fault. Only this class may change them."""
         self.opened = 0
         """Number of openings of all breakers since the creation of this object."""
 
     def list_barred_nodes(self, now: float) -> list[N]:
-        """Return the nodes that take no request now: open, or half open with a running probe.
+        """Return the nodes that take no request now, because their breaker is open or waits for its probe.
 
-        Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
+        A probe that has run for `PROBE_SUCCESS_SECONDS` closes its breaker in this call.
         """
         return [node for node in self.by_node if self._is_barred(node, now)]
 
@@ -125,7 +124,7 @@ class CircuitBreakers(Generic[N]):
     def record_attempt(self, node: N, request: int, now: float) -> None:
         """Record that a request was sent to a node. If the node's breaker is half open, the request is the probe.
 
-        At a closed breaker the record has no effect, and opening the breaker removes it.
+        With a closed breaker, the call has no lasting effect.
         """
         breaker = self.by_node.get(node)
         if breaker is not None and breaker.probe is None:
@@ -134,7 +133,7 @@ class CircuitBreakers(Generic[N]):
     def get_state(self, node: N, now: float) -> BreakerState | None:
         """Return the state of a node's breaker; None if the breaker is closed.
 
-        Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
+        A probe that has run for `PROBE_SUCCESS_SECONDS` closes the breaker in this call.
         """
         breaker = self.by_node.get(node)
         barred = breaker is not None and self._is_barred(node, now)
@@ -144,11 +143,11 @@ class CircuitBreakers(Generic[N]):
         return BreakerState(state, breaker.why, breaker.until, breaker.opened)
 
     def record_fault(self, node: N, request: int, now: float, why: str = "") -> None:
-        """Record that a node broke an attempt (`request`), with the node's message. `now` is in monotonic seconds.
+        """Record that a node broke the attempt `request`, with the node's message `why`; empty if it sent none.
 
-        Faults within `SAME_FAULT_SECONDS` count as one, because one crash breaks many requests. The breaker opens at
-        `MAX_FAULTS` faults, or if the attempt was its probe. If the breaker is not closed, only the message of any
-        other fault is stored.
+        Faults within `SAME_FAULT_SECONDS` count as one, because one crash breaks many requests. A closed breaker opens
+        after `MAX_FAULTS` faults in a row. Another breaker opens again if the attempt was its probe, for twice as long
+        as before. Of any other fault it stores only the message.
         """
         breaker = self.by_node.setdefault(node, _Breaker())
         breaker.set_message(why)
@@ -168,14 +167,14 @@ class CircuitBreakers(Generic[N]):
     def record_success(self, node: N, request: int) -> None:
         """Record that a node finished a request.
 
-        This clears the faults of a closed breaker, and closes a half-open one if the request was its probe.
+        This clears the faults of a closed breaker, and closes another breaker if the request was its probe.
         """
         breaker = self.by_node.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self.by_node[node]
 
     def record_departure(self, node: N, request: int) -> None:
-        """Record that a request left a node without a result. If it was the probe, the next request is the probe."""
+        """Record that a request left a node without a result. After a probe, the next request becomes the probe."""
         breaker = self.by_node.get(node)
         if breaker is not None and breaker.probe == request:
             breaker.end_probe()

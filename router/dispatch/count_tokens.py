@@ -1,7 +1,7 @@
 """Exact prompt token counts by a node that has the model's tokenizer. Nothing is generated, reserved or loaded.
 
-A count has the limits of any request of its key: models, labels, requests and tokens per minute, concurrency. Its
-tokens are charged while it runs and refunded at its end, because nothing is generated.
+All limits of an API key apply to its counts: models, labels, requests and tokens per minute, and concurrency. The
+tokens of a count are charged while it runs and refunded at its end, because nothing is generated.
 """
 
 import asyncio
@@ -23,16 +23,17 @@ from wire.models.kind import ModelKind, explain_other_kind, get_kind
 from wire.refusals import FINAL, RefusalCode, Refused
 
 COUNT_TIMEOUT_SECONDS = 30.0
-"""Timeout of a node's count in seconds: a tokenizer processes some megabytes of text per second."""
+"""Timeout of a node's count in seconds. A tokenizer processes some megabytes of text per second."""
 _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
 async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
-    """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem.
+    """Return the number of tokens of a prompt, counted by a node within the limits of the key, or the problem.
 
-    Nodes with the model are asked in turn, nodes that have loaded the model first. The first count, failure, or refusal
-    that other nodes would repeat is the result. Without one, it is a refusal that applies to one node. Each node has
-    `COUNT_TIMEOUT_SECONDS`; then the next one is asked. A cancellation ends the count on the node.
+    The nodes with the model are asked one after another, beginning with those that have loaded the model. The first
+    count, the first failure, or the first refusal that other nodes would repeat is the result. If there is none, the
+    result is a refusal that applies to a single node. A node that does not answer within `COUNT_TIMEOUT_SECONDS` is
+    skipped. A cancellation ends the count on the node.
     """
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)
@@ -55,7 +56,7 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
 
 
 def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits) -> str:
-    """Return the first candidate that some node could count with; the first candidate if there is none."""
+    """Return the first candidate that a node with the key's labels can count; the first candidate if none can."""
     labels_only = replace(limits, models=())
     able = (model for model in target.candidates if _list_counting_nodes(dispatcher, model, labels_only))
     return next(able, target.candidates[0])
@@ -64,9 +65,9 @@ def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits
 async def _ask_nodes(
     dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits, *, names_others: bool
 ) -> int | Problem:
-    """Ask nodes in turn, those with the model loaded first. Return the count, or the problem.
+    """Ask the nodes one after another, first those that have loaded the model. Return the count or the problem.
 
-    `names_others`: the refusal of an unknown model may name other models.
+    `names_others` tells whether the refusal of an unknown model may name other models.
     """
     why: Refused | None = None
     for node in _list_counting_nodes(dispatcher, request.model, limits):

@@ -1,9 +1,9 @@
-"""Counters of the router: plain numbers on one event loop, exported by the coordinator.
+"""Counters of the router, which the coordinator exports. They are plain numbers that one event loop changes.
 
 Rules
-- A model's name is one that some member has, or the label of an upstream. Invented names, and models beyond
-  `MAX_MODELS`, share the row OTHER. Codes that are not in `OUTCOMES` share the outcome FAILED. Tables are therefore
-  bounded.
+- The name of a row is that of a model of a member, or the label of an upstream. Invented names, and models beyond
+  `MAX_MODELS`, share the row `OTHER`. Codes that are not in `OUTCOMES` share the outcome `FAILED`. The tables are
+  therefore bounded.
 - Nothing is counted per token: gaps between tokens are observed once per decode step of a node, for all its streams.
 """
 
@@ -28,14 +28,16 @@ PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.
 MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
 MAX_PACES = 4096
-"""Maximum pairs of node and model whose last decode step is stored. Beyond it all are removed, which loses one gap of
-each."""
+"""Maximum pairs of node and model whose last decode step is stored. A further pair removes all stored steps.
+
+Each removed step loses one gap.
+"""
 MAX_KEY_MODELS = 1024
-"""Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
+"""Maximum pairs of key and model whose tokens are counted. Tokens of further pairs are not counted."""
 OTHER = "other"
 """Name of the row of all models without a row of their own."""
 FAILED = "failed"
-"""Outcome of a request that ended with a code that is not in `OUTCOMES`, such as the unknown code of a newer node."""
+"""Outcome of a request that ended with a code that is not in `OUTCOMES`, such as an unknown code of a newer node."""
 OUTCOMES = frozenset({"ok", FAILED, *RefusalCode, *FailureCode} - {FailureCode.COMMAND_TIMEOUT})
 """Outcomes of a request: `ok`, a code of `RefusalCode` or `FailureCode`, or `FAILED` for any other.
 
@@ -46,8 +48,9 @@ OUTCOMES = frozenset({"ok", FAILED, *RefusalCode, *FailureCode} - {FailureCode.C
 UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cancelled")
 """Outcomes of a request at an upstream.
 
-`refused`: a 4xx answer about the request. `limited`: 429, or all connections of this pool in use. `failed`: no usable
-answer. `interrupted`: no complete stream. `cancelled`: the client left, or the coordinator stopped.
+`refused` is a 4xx answer about the request. `limited` is a 429 answer, or a pool with all its connections in use.
+`failed` means no usable answer, and `interrupted` an incomplete stream. `cancelled` means that the client disconnected
+or the coordinator stopped.
 """
 
 
@@ -68,7 +71,7 @@ class ModelCounts:
         self.e2e = Histogram(E2E_BOUNDS)
 
     def add_tokens(self, prompt: int, cached: int, generated: int) -> None:
-        """Add the prompt, cached and generated tokens of a request. A negative number counts as 0."""
+        """Add the numbers of prompt, cached and generated tokens of a request. A negative number counts as 0."""
         if prompt > 0:
             self.prompt_tokens += prompt
         if cached > 0:
@@ -91,11 +94,11 @@ class NodeCounts:
         self.first_token_seconds = 0.0
 
     def count_generated(self, tokens: int) -> None:
-        """Add generated tokens."""
+        """Add `tokens` generated tokens."""
         self.generated_tokens += tokens
 
     def count_first_token(self, prompt: int, seconds: float) -> None:
-        """Count a first token, `seconds` after the request arrived, and the tokens of its prompt."""
+        """Count a first token, `seconds` after the request arrived, of a request with `prompt` prompt tokens."""
         self.prompt_tokens += prompt
         self.first_tokens += 1
         self.first_token_seconds += seconds
@@ -119,25 +122,24 @@ class UpstreamCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals of the router since its start. Fields that end in `_seconds` are sums: divide them by their counts for a
-    mean."""
+    """Totals of the router since its start. A field that ends in `_seconds` is a sum; its count gives the mean."""
 
     requests: dict[str, int] = field(default_factory=dict[str, int])
     """Ended requests by outcome, one of `OUTCOMES`."""
     answers: dict[int, int] = field(default_factory=dict[int, int])
-    """HTTP answers of the model routes by status; 499 is a client that left before an answer."""
+    """HTTP answers of the model routes by status. 499 counts clients that disconnected before an answer."""
     refusals: dict[str, int] = field(default_factory=dict[str, int])
-    """Refusals by nodes, by code. A request may be refused by several nodes and still be answered."""
+    """Refusals by nodes, by code. Several nodes may refuse a request that is still answered."""
     attempts: int = 0
-    """Attempts to send a request to a node, those without a link included."""
+    """Attempts to send a request to a node, including those that found no link."""
     retries: int = 0
     """Attempts after the first attempt of a request."""
     nodes_lost: int = 0
     """Requests that were on a node when the node was lost."""
     resumes: int = 0
-    """Attempts that resume an answer from its received tokens, migrations included."""
+    """Attempts that resume an answer from its received tokens, including migrations."""
     moves: int = 0
-    """Requests moved off a node that drains or fell silent, or moved to an idle node."""
+    """Requests moved away from a node that drains or has fallen silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
     """Ended model swaps by result: `done` or `dropped`."""
     illegal_events: IllegalEventCounts = field(default_factory=IllegalEventCounts)
@@ -147,23 +149,23 @@ class Counters:
     queue_entries: int = 0
     """Number of times that a request was queued."""
     queue_seconds: float = 0.0
-    """Seconds in the queue, of all waits together."""
+    """Total seconds of all waits in the queue."""
     prompt_tokens: int = 0
-    """Prompt tokens of complete answers of nodes. This and the next two fields do not count failures and upstreams."""
+    """Prompt tokens of complete answers of nodes. This and the next two fields count no failures and no upstreams."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
-    """Number of requests with a first token from a node, by which `first_token_seconds` is divided for a mean."""
+    """Number of requests with a first token from a node, which is the count of `first_token_seconds`."""
     first_token_seconds: float = 0.0
     durations: int = 0
-    """Number of ended requests, by which `duration_seconds` is divided for a mean."""
+    """Number of ended requests, which is the count of `duration_seconds`."""
     duration_seconds: float = 0.0
     upstreams: dict[str, UpstreamCounts] = field(default_factory=dict[str, UpstreamCounts])
     """Totals of each upstream that took a request."""
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
     """Totals of each model by name, and of `OTHER`."""
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
-    """Attempts by member; those on nodes that are no longer members are left out."""
+    """Attempts on each member. A node that is no longer a member has no entry."""
     nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
     """Tokens and times to the first token of each member."""
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
@@ -177,14 +179,16 @@ class Counters:
     )
 
     def count_upstream(self, upstream: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count a request that an upstream took, with its `outcome`, one of `UPSTREAM_OUTCOMES`, and its prompt and
-        generated tokens."""
+        """Count a request that the upstream `upstream` took, with its prompt and generated tokens.
+
+        `outcome` is one of `UPSTREAM_OUTCOMES`.
+        """
         self.upstreams.setdefault(upstream, UpstreamCounts()).count(outcome, prompt, completion)
 
     def get_model(self, name: str) -> ModelCounts:
-        """Return a model's totals; zeros for a new model.
+        """Return the totals of a model, which later calls change. A new model begins with zeros.
 
-        An empty name, and a new name above `MAX_MODELS`, return the totals of `OTHER`.
+        Return the totals of `OTHER` for an empty name, and for a new name once `MAX_MODELS` models have totals.
         """
         counts = self.models.get(name or OTHER)
         if counts is None:
@@ -193,16 +197,16 @@ class Counters:
         return counts
 
     def get_node(self, node: NodeId) -> NodeCounts:
-        """Return a node's totals; zeros for a new node."""
+        """Return the totals of a node, which later calls change. A new node begins with zeros."""
         counts = self.nodes.get(node)
         if counts is None:
             counts = self.nodes[node] = NodeCounts()
         return counts
 
     def add_key_tokens(self, key: str, model: str, tokens: int) -> None:
-        """Add the tokens of a request to the total of its key and model.
+        """Add the tokens of a request to the total of its key (an id) and model. A negative number counts as 0.
 
-        A model without totals of its own counts as `OTHER`; an empty `model` always does. Above `MAX_KEY_MODELS` pairs,
+        A model without a row in `models`, such as an empty name, counts as `OTHER`. After `MAX_KEY_MODELS` pairs, the
         tokens of a new pair are not counted.
         """
         pair = key, model if model in self.models else OTHER
@@ -212,13 +216,13 @@ class Counters:
         self.keys[pair] = (counted or 0) + (tokens if tokens > 0 else 0)
 
     def retain_keys(self, known: Container[str]) -> None:
-        """Remove the totals of API keys that are not in `known`."""
+        """Remove the totals of API keys whose ids are not in `known`."""
         self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
     def count_end(self, outcome: str, model: str, seconds: float) -> ModelCounts:
         """Count an ended request, its outcome, and its duration in seconds. Return the totals of its model.
 
-        An unknown outcome counts as `FAILED`.
+        An outcome that is not in `OUTCOMES` counts as `FAILED`.
         """
         outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
@@ -230,8 +234,11 @@ class Counters:
         return counts
 
     def count_attempt(self, node: NodeId, *, first: bool, resumed: bool) -> None:
-        """Count an attempt: a request that is sent to a node. `first`: it is the first attempt of its request.
-        `resumed`: the received tokens are sent with it."""
+        """Count an attempt to send a request to a node.
+
+        `first` tells whether this is the first attempt of the request. `resumed` tells whether the attempt resumes the
+        answer from its received tokens.
+        """
         self.attempts += 1
         if not first:
             self.retries += 1
@@ -240,13 +247,13 @@ class Counters:
         self.placements[node] = self.placements.get(node, 0) + 1
 
     def count_finished(self, prompt: int, cached: int, completion: int) -> None:
-        """Add the prompt, cached and generated tokens of a complete answer."""
+        """Add the numbers of prompt, cached and generated tokens of a complete answer."""
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.completion_tokens += completion
 
     def count_generated(self, node: NodeId, tokens: int) -> None:
-        """Add tokens that a node has generated for requests that are on it. Called once per frame."""
+        """Add the number of tokens that a node has generated for requests that are on it. Called once per frame."""
         self.get_node(node).count_generated(tokens)
 
     def count_node_loss(self) -> None:
@@ -266,7 +273,7 @@ class Counters:
         self.queue_entries += 1
 
     def count_swap(self, *, done: bool) -> None:
-        """Count a model swap that has ended: `done`, or dropped."""
+        """Count a model swap that has ended. `done` tells whether the model was loaded; otherwise it was dropped."""
         self.swaps["done" if done else "dropped"] += 1
 
     def count_answer(self, status: int) -> None:
@@ -278,22 +285,22 @@ class Counters:
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     def count_first_token(self, node: NodeId, model: str, prompt_tokens: int, seconds: float) -> None:
-        """Count a node's first token of a request, `seconds` after the request arrived."""
+        """Count the first token that a node sent for a request, `seconds` after the request arrived."""
         self.first_tokens += 1
         self.first_token_seconds += seconds
         self.get_node(node).count_first_token(prompt_tokens, seconds)
         self.get_model(model).ttft.observe(seconds)
 
     def count_queue_exit(self, seconds: float) -> None:
-        """Record that a request leaves the queue after `seconds` in it."""
+        """Record that a request leaves the queue after a wait of `seconds`."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
 
     def record_decode_step(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
         """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.
 
-        `leader` is the number of the first of these requests. If it also led the last step, the time between the steps
-        counts as one gap of every stream. Otherwise that time is no gap of a stream, and nothing is counted.
+        `leader` is the number of the first of these requests. If this request was also first in the last step, the time
+        between the steps counts as one gap of every stream. Otherwise nothing is counted.
         """
         key = node, model
         last = self._last_steps.get(key)

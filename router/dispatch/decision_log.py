@@ -1,9 +1,8 @@
-"""History of recent requests: their steps with the times, their placement decisions with the numbers, and their
-outcomes.
+"""History of recent requests: their steps and outcomes, and the placement decisions with the numbers behind them.
 
 The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored decisions
 can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and refused token
-counts, have a separate ring. A client that sends only such requests evicts no other request.
+counts, have a separate ring. A client that sends only such requests therefore evicts no other request.
 """
 
 import re
@@ -28,9 +27,9 @@ MAX_INVALID_KEPT = 500
 MAX_DECISIONS_KEPT = 1000
 """Maximum placement decisions in the history."""
 MAX_CANDIDATES_KEPT = 16
-"""Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
+"""Maximum nodes stored with each decision, which is bounded also in a large cluster."""
 MAX_LINE_BYTES = 4 * 2**20
-"""Maximum bytes of a line for `parse_line`."""
+"""Maximum length in bytes of a line that `parse_line` accepts."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
@@ -45,15 +44,17 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     demand: ResourceDemand
     candidates: tuple[Candidate, ...]
     chosen: NodeId | None = None
-    """Chosen node; None if the request was refused."""
+    """Chosen node; None if no node could take the request."""
     refused: Refused | None = None
     """Refusal; None if a node was chosen."""
     nodes: int = 0
-    """Number of nodes in the cluster at the decision."""
+    """Number of nodes in the cluster at the time of the decision."""
 
     def to_rows(self) -> list[dict[str, object]]:
-        """Return the rows of `router.placement.candidate.explain` for the recorded candidates: sizes in bytes, times in
-        seconds."""
+        """Return the rows of `router.placement.candidate.explain` for the recorded candidates.
+
+        Sizes are in bytes, times in seconds.
+        """
         return explain(self.candidates, self.chosen)
 
 
@@ -72,7 +73,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     outcome: str
     """`ok`, or the code of the refusal or failure."""
     message: str
-    """Message of the refusal or failure, without text of the client's request; empty after `ok`."""
+    """Message of the refusal or failure, without text of the client's request; empty for `ok`."""
     steps: tuple[tuple[float, str, str], ...]
     """Steps as (seconds after arrival, event, node)."""
     prompt_tokens: int | None = None
@@ -88,7 +89,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     profile: str = ""
     """Profile that the client named; empty without one."""
     passed_over: tuple[PassedOver, ...] = ()
-    """Candidates of the alias before the model that the request used."""
+    """Models of the alias that were passed over before the request used its model or upstream."""
 
 
 class DecisionLog:
@@ -107,7 +108,7 @@ class DecisionLog:
     ) -> None:
         """Record a placement decision made at `at` (monotonic seconds), in a cluster of `nodes` nodes.
 
-        At most `MAX_CANDIDATES_KEPT` candidates are stored, the chosen node always.
+        At most `MAX_CANDIDATES_KEPT` candidates are stored. The chosen node is always one of them.
         """
         candidates = result.candidates
         if not isinstance(result, Placement):
@@ -124,23 +125,27 @@ class DecisionLog:
         self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
     def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:
-        """Record an invalid request or a refused token count at `at` (monotonic seconds), without quoted text of the
-        body."""
+        """Record an invalid request or a refused token count at `at` (monotonic seconds).
+
+        Text of the body that the message quotes is removed first.
+        """
         reason = remove_quoted_text(problem.message, problem.param or "")
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
     def list_newest(self, count: int) -> list[RequestRecord]:
-        """Return the `count` newest ended requests, invalid requests included, oldest first. 0 returns all."""
+        """Return the `count` requests that ended last, including invalid requests, oldest first. 0 returns all."""
         ended = list(self.records)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
     def find_requests(self, request_id: str) -> list[RequestRecord]:
-        """Return the stored requests with a request id, because a client may use an id twice. Invalid requests are
-        first."""
+        """Return the stored requests with a request id, invalid requests first; empty if there are none.
+
+        There may be several, because a client may use an id twice.
+        """
         return [record for record in (*self.refusals, *self.records) if record.request_id == request_id]
 
     def find_decisions(self, request_id: str) -> list[PlacementDecision]:
-        """Return the stored decisions about all requests with a request id, oldest first."""
+        """Return the stored decisions about all requests with a request id, oldest first; empty if there are none."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
     def encode_lines(self) -> Iterator[bytes]:
@@ -152,22 +157,23 @@ class ReplayResult(msgspec.Struct, frozen=True):
     """Result of `replay`: recorded decisions compared with the decisions of another policy."""
 
     decisions: int
-    """Number of all decisions, with those of `refused`."""
+    """Number of all decisions, including those of `refused`."""
     same: int
-    """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
+    """Number of decisions in which the other policy scores its own choice and the recorded choice equally."""
     refused: int
-    """Number of decisions that chose no node. These decisions are not compared."""
+    """Number of decisions without a chosen node among their feasible candidates. They are not compared."""
     instead: tuple[tuple[str, str, str], ...]
-    """Disagreements as (request id, node taken, node of the other policy)."""
+    """Decisions that differ, as (request id, name of the recorded node, name of the other policy's node)."""
     waits: tuple[float, float]
-    """Mean expected seconds to the first token as decided, and with the other policy; 0 without compared decisions."""
+    """Mean expected seconds to the first token, as recorded and with the other policy; zeros if nothing was compared.
+    """
 
 
 def remove_quoted_text(message: str, param: str) -> str:
-    """Return an error message without quoted text of the request, because a prompt in a wrong place must not be stored.
+    """Return an error message without text of the request. A prompt in a wrong place must not be stored.
 
-    Quoted names are kept. `param` is the path of the wrong field: keys in the path that are no names are removed as
-    well.
+    Quoted names are kept; other quoted text becomes `…`. `param` is the path of the wrong field. Each key of the path
+    that is not a name is removed from the message as well.
     """
     for step in re.split(r"[.\[\]]+", param):
         if step and not _NAME.fullmatch(step):
@@ -176,8 +182,10 @@ def remove_quoted_text(message: str, param: str) -> str:
 
 
 def parse_line(line: bytes) -> PlacementDecision:
-    """Parse one line of `DecisionLog.encode_lines`. Raise `ValueError` with the reason if the line is invalid or longer
-    than `MAX_LINE_BYTES`."""
+    """Parse one line of `DecisionLog.encode_lines`.
+
+    Raise `ValueError` with the reason if the line is invalid or longer than `MAX_LINE_BYTES`.
+    """
     if len(line) > MAX_LINE_BYTES:
         raise ValueError(f"the line has {len(line)} bytes, at most {MAX_LINE_BYTES} are read")
     try:
@@ -187,10 +195,10 @@ def parse_line(line: bytes) -> PlacementDecision:
 
 
 def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callable[[], float]) -> ReplayResult:
-    """Evaluate every decision with another policy, each on the state known at that time.
+    """Return how another policy would have made each decision, with the state known at that time.
 
-    `draw` returns numbers in [0, 1) for ties. Effects on later decisions are not modelled (`cluster simulate` does
-    that).
+    `draw` returns numbers in [0, 1), which decide ties. Effects of a different choice on later decisions are not
+    modelled. `cluster simulate` models them.
     """
     count = same = refused = 0
     instead: list[tuple[str, str, str]] = []

@@ -1,8 +1,8 @@
 """Dispatcher: places, sends, tracks and ends every request on the event loop.
 
-All methods run on one event loop and none of them awaits, except the two waits for a drain. A decision and its
-reservation are therefore one step without locks. The state machine of a request is `request_state`. The dispatcher
-applies its events and performs the actions, which the parts carry out:
+All methods run on one event loop, and none of them awaits, except the two waits for a drain. A decision and its
+reservation are therefore one step, without locks. `request_state` is the state machine of a request. The dispatcher
+applies its events and performs its actions with these parts:
 
 - `intake` accepts a request, `assignment` asks nodes for it, `attempts` sends it,
 - `waiting` has the requests without a node, `swap_turns` unloads models for them,
@@ -57,7 +57,8 @@ def _ignore_failure(_: ActiveRequest, __: str) -> None:
 def _record_decode_steps(counters: Counters, node: NodeId, requests: Sequence[ActiveRequest], now: float) -> None:
     """Record the decode step of each model in one frame, which extended the streams of `requests` at `now`.
 
-    A node orders the rows of a frame by model. The first and the last row therefore show whether there are several.
+    A node orders the rows of a frame by model. The first and the last row therefore show whether there is more than one
+    model.
     """
     first = requests[0]
     if first.demand.model == requests[-1].demand.model:
@@ -74,8 +75,8 @@ class Dispatcher:
     `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
     `numbers` returns the next number of an attempt or command, and the next sequence number. `clock` returns monotonic
     seconds. `draw`, the only source of randomness, returns numbers in [0, 1). `policy` overrides the setting.
-    `counters`, `quotas` and `scopes` default to new ones. `on_failure` gets the failure code when a request fails on
-    its node or the node is lost, before recovery.
+    `counters`, `quotas` and `scopes` default to new objects. `on_failure` is called with the request and the failure
+    code when a request fails on its node or the node is lost, before recovery.
     """
 
     def __init__(
@@ -132,9 +133,9 @@ class Dispatcher:
     # state machine
 
     def apply(self, request: ActiveRequest, event: Event) -> None:
-        """Apply an event to a request and perform the actions.
+        """Apply an event to a request, and perform the actions that result.
 
-        An illegal event ends only this request, and is counted.
+        An illegal event is counted, and ends only this request, with a failure.
         """
         try:
             actions = request.step(event, self._clock())
@@ -149,7 +150,7 @@ class Dispatcher:
             perform[type(action)](request, action)
 
     def _start_attempt(self, request: ActiveRequest, action: StartAttempt) -> None:
-        """Reserve the resources of an attempt, send its request, and apply the event of the result, if there is one."""
+        """Reserve the resources of an attempt, send its request, and apply the event that follows, if there is any."""
         self._attempts.reserve(request, action)
         sent = False
         try:
@@ -192,7 +193,7 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:
-        """Advance the model swaps under way, and retry the queued requests on the nodes that have changed."""
+        """Advance the running model swaps, and retry the queued requests on the nodes that have changed."""
         changes = self._parts.changes
         changes.begin_retry()
         if self.ledger.turns:
@@ -200,14 +201,14 @@ class Dispatcher:
         self._parts.waiting.retry_requests(changes.take_nodes())
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame from a node with its receiver; a frame without one is ignored."""
+        """Apply a frame from a node with the receiver of its type. Ignore a frame without a receiver."""
         receive = self.receivers.get(type(frame))
         if receive is not None:
             receive(node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
-        """Add the tokens of one decode step to their answers. Only the first tokens of an attempt are an event, because
-        this runs for every token."""
+        """Add the tokens of one decode step to their answers.
+        Only the first tokens of an attempt are an event, because this runs for every token."""
         live, slow_bytes = self._live, self._slow_bytes
         touched: list[ActiveRequest] = []
         tokens = 0
@@ -255,14 +256,14 @@ class Dispatcher:
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate a node's requests. Return how many are left when it has none, is uncordoned, or after `seconds`."""
+        """Migrate a node's requests, and wait at most `seconds` until all are gone. Return the number of those left."""
         return await self._parts.migration.wait_drained(node, seconds)
 
     # client requests
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it, queue it, hand it to an upstream, or end it with the refusal. While stopping, end
-        it with a failure and no charge. The caller must `close` the returned request."""
+        """Accept a request: place it, queue it, hand it to an upstream, or end it with a refusal. During a stop, end it
+        with a failure and without a charge. The caller must `close` the returned request."""
         self._count += 1
         request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:
@@ -280,7 +281,7 @@ class Dispatcher:
         return request
 
     def close(self, request: ActiveRequest) -> None:
-        """Close a request. If the request has not ended, its client is gone: cancel it, also on its node."""
+        """Close a request, whose client reads no more. Cancel a request that has not ended, also on its node."""
         if request.life.outcome is None:
             self.apply(request, Stopped(CANCELLED))
         if self._open.pop(request.number, None) is not None:
@@ -289,14 +290,14 @@ class Dispatcher:
             self._quiet.set()
 
     def list_open_requests(self) -> list[ActiveRequest]:
-        """Return the requests that have not ended, the oldest first."""
+        """Return the requests that have not ended, oldest first."""
         unended = (request for request in self._open.values() if request.outcome is None)
         return sorted(unended, key=lambda request: request.number)
 
     # questions
 
     def find_outage_reason(self) -> str:
-        """Return why no request could be accepted and placed on a node now; empty if one could. Ignore upstreams."""
+        """Return why no new request could be placed on a node now; empty if one could. Upstreams are ignored."""
         if self._closing:
             return STOPPING
         if len(self.queue) >= self.queue.compute_limit(len(self.view.nodes)):
@@ -304,21 +305,20 @@ class Dispatcher:
         return self.placer.find_outage_reason()
 
     def count_leaks(self) -> int:
-        """Return the number of reservations of requests that are on no node, and of holds of requests that are not
-        open.
+        """Return the number of leaked reservations and holds. Any number but 0 is a bug.
 
-        Any number but 0 is a bug.
+        A reservation has leaked if its request is on no node, a hold if its request is not open.
         """
         reserved, holders = self.ledger.get_reserved_requests(), self.ledger.get_holders()
         return len(reserved - self._live.keys()) + len(holders - self._open.keys())
 
     @property
     def idle(self) -> bool:
-        """Whether no request is open, which ends a drain."""
+        """Whether no request is open, which completes a drain."""
         return not self._open
 
     def get_time(self) -> float:
-        """Return the current time in monotonic seconds, as in all times of the dispatcher."""
+        """Return the current time in monotonic seconds, from the clock of the dispatcher."""
         return self._clock()
 
     def count_in_flight(self, node: NodeId) -> int:
@@ -338,7 +338,7 @@ class Dispatcher:
     def sweep(self) -> None:
         """Advance model swaps and deadlines, move requests off silent nodes and to idle ones, and check streams.
 
-        Runs several times per second while requests are open. One sweep checks all requests, which have no own timers.
+        Runs several times per second while requests are open. One sweep checks all requests, which have no timers.
         """
         self._timer = None
         now, parts = self._clock(), self._parts
@@ -353,7 +353,7 @@ class Dispatcher:
         self._arm_timer()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, and wait at most `seconds` for the open requests. Then end the rest (`shutdown`)."""
+        """Refuse new requests, and wait at most `seconds` for the open ones to be closed. Then call `shutdown`."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -361,7 +361,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End all requests (also on their nodes) and commands with the failure `message`, and stop the sweeps."""
+        """End all requests, also on their nodes, and all commands with the failure `message`. Stop the sweeps."""
         self.commands.shutdown(message)
         for request in list(self._open.values()):
             self.apply(request, Stopped(RequestFailure(FailureCode.SHUTTING_DOWN, message)))

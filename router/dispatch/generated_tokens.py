@@ -1,12 +1,15 @@
-"""Token ids that a request has received, by choice: they let another node resume the answer."""
+"""Token ids that a request has received, by choice. With them, another node can resume the answer."""
 
 from router.placement.recovery import MAX_KNOWN_TOKENS
 from wire.frames import Delta
 
 
 class GeneratedTokens:
-    """Received token ids of each of `choices` choices. `limit` is the requested maximum length of a choice in tokens;
-    None, and more than that: `MAX_KNOWN_TOKENS`."""
+    """Received token ids of each of `choices` choices.
+
+    `limit` is the requested maximum length of a choice in tokens; None, and more than `MAX_KNOWN_TOKENS`, count as
+    `MAX_KNOWN_TOKENS`.
+    """
 
     __slots__ = ("_choices", "_discarded", "_limit", "ids")
 
@@ -19,17 +22,17 @@ class GeneratedTokens:
 
     @property
     def longest(self) -> int:
-        """Number of received tokens of the longest choice; 0 after the ids were discarded."""
+        """Number of received tokens in the longest choice; 0 after the ids were discarded."""
         return max(map(len, self.ids), default=0)
 
     @property
     def total(self) -> int:
-        """Number of generated tokens received, of all choices together."""
+        """Number of received tokens of all choices together, including discarded ids."""
         return self._discarded + sum(map(len, self.ids))
 
     @property
     def unbegun(self) -> bool:
-        """Whether no token has been received, and none was discarded."""
+        """Whether no token was received. False after the ids were discarded."""
         return bool(self.ids) and not self.longest
 
     def get_ids(self) -> tuple[tuple[int, ...], ...]:
@@ -37,22 +40,26 @@ class GeneratedTokens:
         return tuple(map(tuple, self.ids)) if self.longest else ()
 
     def discard_ids(self, delta: Delta | None = None) -> None:
-        """Discard the stored ids, and do not store those of `delta`. Keep only their number: the answer can no longer
-        be resumed."""
+        """Discard the stored ids and those of `delta`, and keep only their number.
+
+        The answer can then no longer be resumed. None is no delta.
+        """
         self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []
 
     def count_foreign(self, tokens: int) -> None:
-        """Count tokens of an upstream, whose ids are unknown."""
+        """Add the number of tokens that an upstream generated, whose ids are unknown."""
         self._discarded += tokens
 
     def discard_excess(self) -> None:
-        """Discard the ids if a choice has more tokens than `limit`, which are not credible, or more than
-        `MAX_KNOWN_TOKENS`, which are too many to store."""
+        """Discard the ids if a choice has more tokens than `limit` or `MAX_KNOWN_TOKENS`.
+
+        More tokens than the limit are not credible. More than `MAX_KNOWN_TOKENS` are too many to store.
+        """
         if self.longest > self._limit:
             self.discard_ids()
 
     def restart(self) -> None:
-        """Discard the ids and their number, before the answer starts from its beginning."""
+        """Discard the ids and their number, before the answer starts again from its beginning."""
         self._discarded = 0
         self.ids = [[] for _ in range(self._choices)]

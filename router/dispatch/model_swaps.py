@@ -1,14 +1,14 @@
 """Model swaps of a node: load a model that waiting requests need, by unloading models that other requests use.
 
-Theory. An engine evicts idle models for a load, never a model in use. Next to steady traffic another model would
-therefore never be loaded. A swap (turn) closes that gap. The router sends the node no new requests for the models in
-the way, lets the running requests end, and then sends the waiting request. The engine then evicts the idle models. No
-running request is aborted.
+Theory. To load a model, an engine evicts idle models, never a model in use. During steady traffic for one model,
+another would therefore never be loaded. A swap (turn) makes room for it. The router sends the node no new requests for
+the models to unload, lets the running requests end, and then sends the waiting request. The engine then evicts the
+idle models. No running request is aborted.
 
-    waiting ─► turn (draining) ─► asked ─► done: the node's report shows the model
+    waiting ─► turn (draining) ─► sent ─► done: the node's report shows the model
                    └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
-A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
+A request waits for a swap if every node that could hold it must unload models first. Such a node lacks only memory
 (`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the remaining models ≥ need. A request that fits next
 to all loaded models waits for rows to end, as usual, and no node swaps models for it.
 
@@ -19,13 +19,13 @@ One turn per node, and one per model, at a time. A pinned (preloaded) model is n
 Idle models are unloaded at once. A model in use is unloaded for a request that has waited `SWAP_AFTER_SECONDS`, once
 the slice of that model has ended. Every request for the model in use that has waited longer goes first.
 
-A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load, because
-each slice costs a load. If the keys that use the model or wait for it weigh more than those that wait for the other
-model, the slice is longer. The factor is the quotient of the two weights, at most `MAX_SLICE_KEYS`. A slice lasts at
-most a quarter of the timeout of a turn.
+A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load time,
+because each slice costs a load. If the keys that use the model or wait for it weigh more than those that wait for the
+other model, the slice is longer. The factor is the quotient of the two weights, at most `MAX_SLICE_KEYS`. A slice lasts
+at most a quarter of the timeout of a turn.
 
 The oldest request goes first. It gets the node where keys of the least weight lose the last node with their model.
-Among these it gets the node that is ready soonest: running answers, then the load.
+Of several such nodes, it gets the one that is ready first, after its running answers and the load.
 
 A turn is dropped at its timeout, and the models to unload begin another slice.
 
@@ -46,19 +46,19 @@ from wire.refusals import RefusalCode
 from wire.report import Model
 
 SWAP_AFTER_SECONDS = 5.0
-"""Seconds after the arrival of a request before which no model in use is unloaded for it."""
+"""Minimum seconds from the arrival of a request until a model in use is unloaded for it."""
 MIN_SLICE_SECONDS = 5.0
 """Seconds of a slice that do not depend on the load."""
 SLICE_LOAD_FACTOR = 8
-"""Seconds that a slice lasts for each second of the load, in addition to `MIN_SLICE_SECONDS`."""
+"""Seconds of a slice for each second of the load, in addition to `MIN_SLICE_SECONDS`."""
 MAX_SLICE_KEYS = 4
 """Maximum factor by which a slice is longer because the keys of its model have more weight."""
 WAIT_SLICES = 4
-"""Divisor of the timeout of a turn: the quotient is the maximum slice."""
+"""Quotient of the timeout of a turn and the longest slice."""
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
-    """Request that uses a model on a node. `request` is the number of the request."""
+    """Request that uses a model on a node. `request` is its number, `weighted_key` its API key."""
 
     request: int
     weighted_key: WeightedKey
@@ -76,7 +76,7 @@ class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
     """Arrival of the request at the router, in monotonic seconds."""
     candidates: tuple[Candidate, ...]
     refused: frozenset[NodeId] = frozenset()
-    """Nodes that have refused the request and have not reported since."""
+    """Nodes that refused the request and have not reported since then."""
 
 
 class SwapInput(msgspec.Struct, frozen=True, gc=False):
@@ -86,7 +86,7 @@ class SwapInput(msgspec.Struct, frozen=True, gc=False):
     waiting: Sequence[SwapCandidate]
     """Oldest queued requests, at most `swap_input.MAX_REQUESTS_EXAMINED` of each model, oldest first."""
     keys: Mapping[str, Mapping[str, int]]
-    """Weight of every key that waits for a model, by model and key."""
+    """Weight of each key that has a waiting request, by model and key."""
     running: Mapping[NodeId, Mapping[str, Sequence[ModelUse]]]
     """Requests on every node, by model."""
     turns: Mapping[NodeId, SwapTurn]
@@ -101,7 +101,7 @@ class BeginTurn(msgspec.Struct, frozen=True, gc=False):
 
 
 class SendRequest(msgspec.Struct, frozen=True, gc=False):
-    """Action: send the turn's request to its node, because no model in use is in the way any more."""
+    """Action: send the turn's request to its node, because it fits once the idle models are evicted."""
 
     turn: SwapTurn
     candidate: Candidate
@@ -128,7 +128,7 @@ class SwapPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapPlanner:
-    """Planner of model swaps. `timeout_seconds` is the maximum time of a turn, and bounds the slices."""
+    """Planner of model swaps. `timeout_seconds` is the maximum duration of a turn, and also bounds the slices."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
@@ -139,7 +139,7 @@ class SwapPlanner:
         self._loaded_since.pop(node, None)
 
     def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
-        """Record since when (monotonic seconds) each of these nodes has each of its models loaded."""
+        """Record `now` (monotonic seconds) as the load time of models that these nodes have newly loaded."""
         for node in nodes:
             before = self._loaded_since.get(node.id, {})
             loaded = [model.name for model in node.models.values() if model.loaded]
@@ -179,7 +179,7 @@ class SwapPlanner:
         return SwapPlan(tuple(actions), waits)
 
     def _follow(self, turn: SwapTurn, snapshot: SwapInput, now: float) -> BeginTurn | EndTurn:
-        """Return the turn with its current request, or its end."""
+        """Return a running turn with its current request, or the end of the turn."""
         node = snapshot.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
         if node is None or model is None or find_unavailable_reason(node, now)[0]:
@@ -204,7 +204,7 @@ class SwapPlanner:
     def _begin_turn(
         self, queued: SwapCandidate, options: Sequence["_Option"], snapshot: SwapInput, now: float
     ) -> BeginTurn | None:
-        """Return the turn that a request gets now, if one is allowed."""
+        """Return the turn that begins now for a request; None if no node may begin one."""
         allowed = [option for option in options if self._can_unload(queued, option, snapshot, now)]
         if not allowed:
             return None
@@ -213,7 +213,7 @@ class SwapPlanner:
         return BeginTurn(turn, _compute_hold_bytes(best.node, best.candidate, best.leaving))
 
     def _can_unload(self, queued: SwapCandidate, option: "_Option", snapshot: SwapInput, now: float) -> bool:
-        """Return whether the models in use may be unloaded from a node for a request now."""
+        """Return whether a node may now unload the models of an option that are in use, for a request."""
         if not option.busy:
             return True
         if now - queued.since < SWAP_AFTER_SECONDS or not all(
@@ -233,7 +233,7 @@ class SwapPlanner:
         )
 
     def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the slice of the model `name` on a node in seconds, while requests wait for `model_to_load`."""
+        """Return the duration in seconds of the slice of the model `name`, while requests wait for `model_to_load`."""
         load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
         mine = {
             use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())
@@ -263,9 +263,9 @@ def fits_next_to_loaded(node: NodeView, candidate: Candidate) -> bool:
 
 
 def _needs_no_swap(queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
-    """Return whether a request needs no swap.
+    """Return whether a request needs no swap, because some node can take it without one.
 
-    A request needs no swap if it fits next to all models of some node, now or later, or if its model is being loaded.
+    The request fits next to all models of the node, now or later, or another request is about to load its model there.
     """
     for candidate in queued.candidates:
         node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
@@ -281,7 +281,7 @@ def _needs_no_swap(queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[No
 def _find_options(
     queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]
 ) -> "list[_Option] | None":
-    """Return the nodes that could swap for a request; None if it waits for no swap."""
+    """Return the nodes that could swap for a request; empty if all have a turn; None if no swap is needed or helps."""
     if _needs_no_swap(queued, snapshot, turns):
         return None
     options: list[_Option] = []
@@ -320,8 +320,7 @@ def _compute_spare_bytes(node: NodeView, candidate: Candidate, leaving: frozense
 def _choose_models_to_unload(
     node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[ModelUse]]
 ) -> frozenset[str] | None:
-    """Return models whose unloading makes room for a request, idle models first and none unnecessary; None if no
-    models do."""
+    """Return the models to unload to make room for a request, preferably idle ones; None if that cannot make room."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
         uses = running.get(model.name, ())
@@ -350,7 +349,7 @@ def _choose_models_to_unload(
 
 
 def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapInput) -> int:
-    """Return the weight of the keys that use, or wait for, `busy` models of this node that no other node has loaded."""
+    """Return the total weight of the keys that use or wait for `busy` models that only this node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(
@@ -376,7 +375,7 @@ def _compute_hold_bytes(node: NodeView, candidate: Candidate, leaving: frozenset
 
 
 def _find_ready_candidate(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
-    """Return the candidate for sending a turn's request, once it fits in place of the unused models; None before."""
+    """Return the candidate to which to send a turn's request; None until the request fits in place of idle models."""
     entry = next((queued for queued in snapshot.waiting if queued.request == turn.request), None)
     if turn.sent_at is not None or entry is None:
         return None

@@ -1,7 +1,7 @@
-"""Several requests of one exchange, combined into one with consecutive choices.
+"""Several requests of one HTTP exchange, combined into one request with consecutive choices.
 
 The combined request ends when all requests have ended, or when one of them fails. The code that opened the requests
-closes them. The remaining requests therefore end with the first failure.
+then closes all of them, which cancels those that still run.
 """
 
 import asyncio
@@ -25,7 +25,8 @@ A = TypeVar("A", StreamedAnswer, CollectedAnswer)
 class MergedRequest:
     """Several requests, one for each prompt, as one request with a combined answer.
 
-    `spec` is the spec of the first request, but its number of choices is the total of all requests.
+    `spec` is that of the first request, with the choices of all requests together. All requests must have the same
+    number of choices, and either all or none of them must stream.
     """
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
@@ -44,7 +45,7 @@ class MergedRequest:
 
     @property
     def demand(self) -> ResourceDemand:
-        """Demand of the first request, for the parts that all requests share."""
+        """Demand of the first request. Use only the values that all requests share."""
         return self._requests[0].demand
 
     @property
@@ -79,7 +80,7 @@ class MergedRequest:
 
 
 class MergedAnswer(Generic[A]):
-    """Base of the streamed and the whole answer of several requests, each with `choices` choices."""
+    """Base of the streamed and of the complete answer of several requests, each with `choices` choices."""
 
     def __init__(self, answers: Sequence[A], choices: int) -> None:
         self._answers = answers
@@ -91,12 +92,15 @@ class MergedAnswer(Generic[A]):
 
     @property
     def waits_for(self) -> str:
-        """Reason of a wait, for the client; empty when there is none."""
+        """Reason why the first waiting request waits, as shown to the client; empty if no request waits."""
         return next((answer.waits_for for answer in self._answers if answer.waits_for), "")
 
     @property
     def outcome(self) -> Outcome | None:
-        """Combined outcome of all requests, or the outcome of the first failed request; None while neither exists."""
+        """Outcome of the first failed request, in order, or the combined outcome of all requests.
+
+        None while no request has failed and not all have ended.
+        """
         ends = [answer.outcome for answer in self._answers]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
@@ -105,15 +109,15 @@ class MergedAnswer(Generic[A]):
         return _combine_ends(finished, self._choices) if len(finished) == len(ends) else None
 
     def attach(self, sink: Callable[[], None]) -> None:
-        """Call `sink` whenever any request has new deltas, an outcome, or a keep-alive that is due."""
+        """Call `sink` at every flush of any request from now on."""
         self._sink = sink
 
     def detach(self) -> None:
-        """Stop calling the sink."""
+        """Remove the sink. Later flushes wake a waiting reader again."""
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done at the next flush of any request, if no sink is attached."""
+        """Return a Future that the next flush of any request completes, if no sink is attached."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
@@ -144,7 +148,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 
     @property
     def pending(self) -> bool:
-        """Whether any request holds deltas."""
+        """Whether any request has deltas that the reader has not taken."""
         return any(answer.pending for answer in self._answers)
 
     @property
@@ -153,9 +157,9 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
         return any(answer.pending or answer.keepalive_due for answer in self._answers) or self.outcome is not None
 
     def take_deltas(self) -> list[Delta]:
-        """Take the pending deltas of all requests, with choices renumbered consecutively across the requests.
+        """Take and return the pending deltas of all requests, with consecutive choice numbers across the requests.
 
-        Omit deltas whose choice is outside the range of their request.
+        Deltas of a choice that their request does not have are dropped. See `StreamedAnswer.take_deltas`.
         """
         taken: list[Delta] = []
         for at, answer in enumerate(self._answers):
@@ -172,14 +176,16 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
     """Whole answer of several requests, read once at the end; see `CollectedAnswer`."""
 
     async def wait_for_outcome(self) -> Outcome:
-        """Wait for the outcome and return it. There is no time limit, and a cancellation does not end the requests."""
+        """Wait without a time limit for the outcome, and return it. A cancellation does not end the requests."""
         while (outcome := self.outcome) is None:
             await self.wait()
         return outcome
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the whole answer with consecutive choice numbers. `fingerprint` names the version of the model that
-        generated the answer."""
+        """Return the complete answer, with consecutive choice numbers across the requests.
+
+        `fingerprint` is that of the model that generated the answer.
+        """
         answers = [answer.build_answer() for answer in self._answers]
         texts = {
             (at * self._choices + choice, channel): text
@@ -194,7 +200,7 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
 
 
 def _combine_ends(ends: Sequence[Finished], choices: int) -> Finished:
-    """Combine the ends: reasons and stop strings in order, tokens added up, timings of the first."""
+    """Return one end for several: reasons and stop strings in order, sums of tokens, and the timings of the first."""
 
     def pad(of: Sequence[str], default: str) -> tuple[str, ...]:
         return (tuple(of) + (default,) * choices)[:choices]

@@ -1,9 +1,8 @@
 """Commands to a node's engine with an awaited result: load, unload or measure a model, clear its cache, count a prompt.
 
-The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
-Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or
-`COMMAND_TIMEOUT_SECONDS`. The caller gets the result exactly once. A load continues after its caller has left, because
-half a model in memory is useless.
+The commands run on the event loop of the dispatcher. A command is open from its frame until the node answers with
+`Finished`, `Refusal` or `Failed` for its number. It also ends with the loss of the node, the end of this process, or
+`COMMAND_TIMEOUT_SECONDS`. A load continues even if its caller is cancelled, because half a model in memory is useless.
 """
 
 import asyncio
@@ -30,12 +29,13 @@ from wire.identity import NodeId
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 MAX_OPEN_COMMANDS = 64
-"""Maximum open commands about models, and maximum open token counts."""
+"""Maximum open commands about models, and separately maximum open token counts."""
 MAX_COUNTS_PER_KEY = 16
-"""Maximum open token counts of one API key, so that other keys find room within `MAX_OPEN_COMMANDS`."""
+"""Maximum open token counts of one API key, which leaves room for other keys within `MAX_OPEN_COMMANDS`."""
 COMMAND_TIMEOUT_SECONDS = 3600.0
-"""Timeout in seconds: a load of half a terabyte from a slow disk ends within it. The node's agent detects a hanging
-engine much sooner.
+"""Timeout of a command in seconds, enough to load half a terabyte from a slow disk.
+
+The node's agent detects a hanging engine much sooner.
 """
 _DIED = frozenset({FailureCode.ENGINE_CRASHED, FailureCode.ENGINE_LOST})
 
@@ -65,15 +65,15 @@ class _OpenCommand:
 
     @property
     def doing(self) -> str:
-        """Text about the node's activity, for a message that names the node before it."""
+        """Text about the activity of the node, which follows the name of the node in a message."""
         return f"while it {_DID[self.kind]} {self.model or 'all models'}"
 
 
 class NodeCommands:
     """Commands to nodes whose result is awaited.
 
-    `send` writes a frame to a node's link and returns whether there is a link. `number` returns the next request
-    number, from the source of all request numbers.
+    `send` writes a frame to a node's link and returns whether there is a link. `number` returns the next number of an
+    attempt or command, which must be unique among both.
     """
 
     def __init__(self, send: Callable[[NodeId, Frame], bool], number: Callable[[], int]) -> None:
@@ -86,22 +86,23 @@ class NodeCommands:
         return len(self._open)
 
     async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandResult:
-        """Send a command about a model to a node and wait for its result. `kind` is the class of its frame, `name` the
-        node's display name.
+        """Send a command about a model to a node, and wait for its result.
 
-        Without a link, or with `MAX_OPEN_COMMANDS` open commands, the result is a refusal. A lost node, a timeout
-        (`COMMAND_TIMEOUT_SECONDS`) and the end of this process are failures. After a timeout, or if the caller is
-        cancelled, the node gets a cancel, which ends a measurement and not a load.
+        `kind` is the class of the frame. `name` is the display name of the node, for messages. The result is a refusal
+        if the node has no link or `MAX_OPEN_COMMANDS` commands are open. It is a failure if the node is lost, the
+        command exceeds `COMMAND_TIMEOUT_SECONDS`, or this process ends. After a timeout or a cancellation of the
+        caller, the node gets a cancel, which ends a measurement but not a load.
         """
         number = self._number()
         return await self._run_command(kind(number, model), number, node, name, model)
 
     async def count_tokens(self, node: NodeId, name: str, request: CountTokens) -> CommandResult:
-        """Send a prompt to a node for counting and wait for the result. The request number of `request` is replaced.
+        """Send a prompt to a node to have its tokens counted, and wait for the result.
 
-        Without a link, or with too many open counts of the key or of all keys, the result is a refusal. A lost node, a
-        timeout (`COMMAND_TIMEOUT_SECONDS`) and the end of this process are failures. After a timeout, or if the caller
-        is cancelled, the node gets a cancel.
+        The request number of `request` is replaced. `name` is the display name of the node, for messages. The result is
+        a refusal if the node has no link, or if the key has `MAX_COUNTS_PER_KEY` or all keys have `MAX_OPEN_COMMANDS`
+        open counts. It is a failure if the node is lost, the command exceeds `COMMAND_TIMEOUT_SECONDS`, or this process
+        ends. After a timeout or a cancellation of the caller, the node gets a cancel.
         """
         number, key = self._number(), request.weighted_key.name
         mine = sum(command.kind is CountTokens and command.key == key for command in self._open.values())
@@ -146,7 +147,7 @@ class NodeCommands:
                 self._send(node, Cancel(number))
 
     def receive(self, node: NodeId, frame: Admitted | Finished | Refusal | Failed) -> None:
-        """Apply a frame of a node. `Admitted`, and a frame without an open command on that node, are ignored."""
+        """Apply a frame from a node. Ignore `Admitted`, and a frame whose number has no open command on that node."""
         command = self._open.get(frame.request)
         if command is None or command.node != node:
             return
@@ -165,7 +166,7 @@ class NodeCommands:
             )
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """End the commands of a lost node with a failure that names `reason`."""
+        """End the commands on a lost node with a failure that names `reason`."""
         for command in self._open.values():
             if command.node == node:
                 command.end(
@@ -173,7 +174,7 @@ class NodeCommands:
                 )
 
     def shutdown(self, message: str) -> None:
-        """End all commands with a failure, whose text is `message`, and accept no more."""
+        """End all commands with the failure `message`. Later commands fail with the same message."""
         self._closed = message
         for command in self._open.values():
             command.end(RequestFailure(FailureCode.SHUTTING_DOWN, message))

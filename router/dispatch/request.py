@@ -1,4 +1,4 @@
-"""Values of a request: its parsed body, its whole answer, and its outcome."""
+"""Values of a request: its parsed body, its complete answer, and its outcome."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,15 +16,15 @@ class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
     ids: tuple[tuple[int, ...], ...] = ()
     """Texts as token ids, in place of `texts`."""
     dimensions: int = 0
-    """Length of each vector; 0: the full length of the model."""
+    """Length of each vector; 0 for the full length of the model."""
     truncate: bool = False
-    """Whether a text longer than the context is cut instead of refused."""
+    """Whether a text longer than the context is truncated instead of refused."""
     prompt: str = ""
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
     query: str = ""
-    """Query that the texts are scored for; empty for embeddings."""
+    """Query for which the texts are scored; empty for embeddings."""
     max_tokens: int = 0
-    """Maximum tokens of each document, at which a longer document is cut; 0: no maximum besides the context."""
+    """Maximum tokens of each document, which is truncated there; 0 for no maximum besides the context."""
 
     @property
     def count(self) -> int:
@@ -35,7 +35,7 @@ class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
 class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Request as parsed by a dialect: prompt, parameters, API key, and whether the answer is streamed.
 
-    Fields with the name of a field of `Generate` have the same meaning.
+    A field that `wire.frames.Generate` also has means the same as there.
     """
 
     demand: ResourceDemand
@@ -55,25 +55,25 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     text: str = ""
     ids: tuple[int, ...] = ()
     session: str = ""
-    """Name of the conversation; empty if its client gave none."""
+    """Name of the conversation; empty if the client gave none."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that have no effect."""
     set_penalties: frozenset[str] = frozenset()
     """Names of the penalties that the request sets. `params` does not show a penalty that is set to its default."""
     default_limit: bool = False
-    """Whether `params.max_tokens` is the default of the dialect and not set by the request."""
+    """Whether `params.max_tokens` is the default of the dialect, because the request does not set it."""
     profile: str = ""
     """Profile that the client named; empty without one."""
     may_leave_pool: bool = False
     """Whether the reader of the answer can pass the request on to an upstream."""
     context_limit: int = 0
-    """Maximum tokens of prompt and answer together, set by the profile; 0: the context of the model."""
+    """Maximum tokens of prompt and answer together, set by the profile; 0 for the context of the model."""
     embed: EmbeddingInput | None = None
     """Texts of a request for embeddings or scores; None for any other request."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
-    """Whole answer of a request that is not streamed, as collected from its deltas."""
+    """Complete answer of a request that is not streamed, collected from its deltas."""
 
     texts: Mapping[tuple[int, int], str]
     """Texts by choice and channel."""
@@ -98,6 +98,6 @@ Outcome = Finished | Refused | RequestFailure
 """End of a request: a complete answer, a refusal, or a failure."""
 SWAP = "waiting for a model swap"
 PULL = "waiting for the pull of the model"
-"""Reasons of a wait that the keep-alives of a stream name: `SWAP` and `PULL`."""
+"""`SWAP` and `PULL` are the reasons of a wait that the keep-alives of a stream name."""
 CANCELLED = RequestFailure(FailureCode.CANCELLED, "the client cancelled the request")
 SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")

@@ -15,14 +15,16 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 
 
 class OfAttempt(Event, frozen=True, gc=False):
-    """Base of the events of one attempt. The event of an earlier attempt is ignored."""
+    """Base of the events of one attempt. An event of an earlier attempt is ignored."""
 
     attempt: int
 
 
 class Placed(Event, frozen=True, gc=False):
-    """Event: placement has chosen a node. `attempt` is the number of the new attempt.
-    `seq` is the sequence number of its frame, `need` the reservation in bytes.
+    """Event: placement has chosen a node.
+
+    `attempt` is the number of the new attempt, `seq` the sequence number of its frame, and `need` the reservation in
+    bytes.
     """
 
     attempt: int
@@ -34,8 +36,8 @@ class Placed(Event, frozen=True, gc=False):
 class Moved(Placed, frozen=True, gc=False):
     """Event: placement has chosen another node for a request that is on a node.
 
-    Once the link of the new node has accepted the frame (`Delivered`), the request is cancelled on the old node. Its
-    reservation there is released.
+    Once the link of the new node has accepted the frame (`Delivered`), the old node gets a cancel, and its reservation
+    is released.
     """
 
     is_loss: bool = True
@@ -43,21 +45,21 @@ class Moved(Placed, frozen=True, gc=False):
 
 
 class Delivered(OfAttempt, frozen=True, gc=False):
-    """Event: the link of the new node has accepted the frame of an attempt.
+    """Event: the link of the node has accepted the frame of an attempt.
 
-    The attempt moves its request there from the queue or from another node.
+    The event is applied only to an attempt that takes its request from the queue or from another node.
     """
 
 
 class Undelivered(OfAttempt, frozen=True, gc=False):
-    """Event: there is no link to the node of the attempt."""
+    """Event: the frame of the attempt was not sent, for example because its node has no link."""
 
 
 class NoRoom(Event, frozen=True, gc=False):
-    """Event: the request must wait in the queue, for room on a node or for fairness. `result` is the decision.
+    """Event: the request must wait in the queue, for room on a node or for fairness.
 
-    If `result` is a `Placement`, a node has room. The request waits because requests of other API keys come first, or
-    because `MAX_NODES_IN_A_ROW` nodes have refused it.
+    `result` is the decision of placement. If it is a `Placement`, a node has room, but requests of other API keys come
+    first or `MAX_NODES_IN_A_ROW` nodes have refused the request.
     """
 
     result: Placement | NoPlacement
@@ -78,7 +80,7 @@ class RequestDenied(Event, frozen=True, gc=False):
 
 
 class NodeAdmitted(OfAttempt, frozen=True, gc=False):
-    """Event: the node has counted the prompt and committed memory."""
+    """Event: the node has counted the tokens of the prompt and committed memory for the request."""
 
     frame: Admitted
 
@@ -87,7 +89,7 @@ class NodeRefused(OfAttempt, frozen=True, gc=False):
     """Event: the node refused the request before its first token."""
 
     headroom: int | None = None
-    """Headroom in bytes that the node reported with a refusal for lack of room; otherwise None."""
+    """Headroom in bytes that the node reported with a refusal for lack of room; None for any other refusal."""
 
 
 class FirstTokens(OfAttempt, frozen=True, gc=False):
@@ -98,7 +100,7 @@ class AttemptLost(OfAttempt, frozen=True, gc=False):
     """Event: the attempt cannot continue on its node."""
 
     kind: LossKind
-    """Why: the node stops or was lost, its engine ended, or its memory does not suffice."""
+    """Reason: the node stops or was lost, its engine ended, or its memory does not suffice."""
     cause: RequestFailure
     """Failure of this attempt, with which the request ends if it may not be tried again (`recovery.can_recover`)."""
     stranded: RequestFailure | None = None
@@ -118,15 +120,16 @@ class HandedOver(Event, frozen=True, gc=False):
 
 
 class UpstreamEnded(Event, frozen=True, gc=False):
-    """Event: the upstream ended the request, or failed."""
+    """Event: the upstream answered, refused or failed the request."""
 
     outcome: Outcome
 
 
 class Stopped(Event, frozen=True, gc=False):
-    """Event: the client left, the reader stalled, the prompt or the answer is too long, or the coordinator stops.
+    """Event: the request ends in any state, with an outcome that is not a complete answer.
 
-    The dispatcher also applies this event after an illegal event of the request.
+    Causes are a disconnected client, a stalled reader, a prompt or answer that is too long, a stop of the coordinator,
+    and an illegal event.
     """
 
     outcome: RequestFailure | Refused
@@ -145,7 +148,7 @@ class HandOver(Action, frozen=True, gc=False):
 class StartAttempt(Action, frozen=True, gc=False):
     """Action: reserve memory, prefill and rows on the node of an attempt, and send the request there.
 
-    Without a link the event `Undelivered` follows.
+    The event `Undelivered` follows if the node has no link.
     """
 
     placed: Placed
@@ -161,21 +164,21 @@ class Release(Action, frozen=True, gc=False):
 
 
 class CancelAttempt(Action, frozen=True, gc=False):
-    """Action: send the node a cancel of an attempt."""
+    """Action: send the node of an attempt a cancel."""
 
     node: NodeId
     attempt: int
 
 
 class CorrectHeadroom(Action, frozen=True, gc=False):
-    """Action: count the headroom of a node that refused as at most `headroom` bytes, until its next report."""
+    """Action: assume at most `headroom` bytes of headroom on a node that refused, until its next report."""
 
     node: NodeId
     headroom: int
 
 
 class Enqueue(Action, frozen=True, gc=False):
-    """Action: put the request into the queue. A refusal of the queue is followed by the event `RequestDenied`."""
+    """Action: put the request into the queue. If the queue refuses it, the event `RequestDenied` follows."""
 
     result: Placement | NoPlacement
 
@@ -185,7 +188,7 @@ class Dequeue(Action, frozen=True, gc=False):
 
 
 class Withdraw(Action, frozen=True, gc=False):
-    """Action: take the request out of the queue, because it ended there."""
+    """Action: remove the request from the queue, because it ended there."""
 
 
 class RecordPrompt(Action, frozen=True, gc=False):
@@ -205,7 +208,10 @@ class PrefillDone(Action, frozen=True, gc=False):
 
 
 class EndRequest(Action, frozen=True, gc=False):
-    """Action: settle the charge of the key's quota, record the request in usage, counters and history, and pass the
-    outcome to the reader."""
+    """Action: end the request with an outcome.
+
+    The charge of the key's quota is settled, and the request is recorded in usage, counters and history. The outcome is
+    passed to the reader.
+    """
 
     outcome: Outcome

@@ -1,8 +1,8 @@
 """State machine of a request, as data: events in, actions out. The dispatcher performs the actions.
 
-Covers: states and legal transitions, attempts and their order, losses and crashes, releases at an end.
-Does not cover: the choice of a node (`router.placement`), the order of the queue (`router.admission.queue`), the text
-of an answer (`answer`). Tokens after the first ones change no state.
+The state machine covers states and legal transitions, attempts and their order, losses and crashes, and releases at an
+end. It does not cover the choice of a node (`router.placement`), the order of the queue (`router.admission.queue`), or
+the text of an answer (`answer`). Tokens after the first ones change no state.
 
                        no room          ┌─────────┐ deadline
           NEW ◄───────────────────────► │ QUEUED  │
@@ -21,8 +21,8 @@ of an answer (`answer`). Tokens after the first ones change no state.
 A request that no node can start may go from NEW to UPSTREAM (handed over), and from there only to ENDED.
 
 Invariants
-- A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING) and an
-  outcome (ENDED). At an upstream (UPSTREAM) it has none. It is NEW only within one call of the dispatcher.
+- A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING), and an
+  outcome (ENDED). At an upstream (UPSTREAM) it has none of them. It is NEW only within one call of the dispatcher.
 - An attempt has a reservation from `StartAttempt` to `Release`. While a move is in delivery (`origin`), the earlier
   attempt keeps its reservation.
 - Numbers of attempts only grow. An event of an earlier attempt is ignored.
@@ -77,11 +77,11 @@ class RequestState(StrEnum):
     """State of a request."""
 
     NEW = "new"
-    """On no node and not queued; only within one call of the dispatcher."""
+    """On no node and not queued, which lasts only within one call of the dispatcher."""
     QUEUED = "queued"
     """In the queue, without a node."""
     SENT = "sent"
-    """Sent to a node that has neither admitted nor refused the request."""
+    """Sent to a node that has neither admitted nor refused it."""
     ADMITTED = "admitted"
     """Admitted by its node, before the first token of this attempt."""
     STREAMING = "streaming"
@@ -97,10 +97,10 @@ ON_NODE = frozenset({RequestState.SENT, RequestState.ADMITTED, RequestState.STRE
 
 
 class RequestLife(msgspec.Struct, frozen=True, gc=False):
-    """State of one request with its attempts. All times are monotonic seconds, as `now` of `step`."""
+    """State of one request and of its attempts. All times are in monotonic seconds."""
 
     since: float
-    """Monotonic time in seconds at which the current state began."""
+    """Time at which the current state began."""
     state: RequestState = RequestState.NEW
     attempt: int = 0
     """Number of the current attempt; 0 if there is none."""
@@ -111,21 +111,23 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     newest: int = 0
     """Highest attempt number so far; 0 before the first attempt."""
     attempts: int = 0
-    """Number of attempts, undelivered ones included."""
+    """Number of attempts, including undelivered ones."""
     in_a_row: int = 0
-    """Number of attempts since the newest of these: arrival, wait in the queue, loss. A move sets the number to 1."""
+    """Number of attempts since the arrival, the last wait in the queue, or the last loss. A move sets it to 1."""
     losses: int = 0
-    """Number of losses: of its node, of memory there, and moves that count as a loss. At most `recovery.MAX_LOSSES` are
-    recovered.
+    """Number of losses of its node or of memory there, and of moves that count as a loss.
+
+    A request recovers from at most `recovery.MAX_LOSSES` of them.
     """
     crashes: int = 0
     """Number of attempts that ended with a crash of the engine."""
     lost_by: RequestFailure | None = None
-    """Cause of the newest `AttemptLost`, a crash included; None without one. The queue never refuses a request that has
-    a cause.
+    """Cause of the newest `AttemptLost`, including a crash; None before the first.
+
+    The queue never refuses a request that has a cause.
     """
     first_at: float | None = None
-    """Monotonic time in seconds of the first token of any attempt; None before."""
+    """Time of the first token of any attempt; None before it."""
     origin: "RequestLife | None" = None
     """State before an attempt from the queue or from another node, until its frame is delivered; None otherwise."""
     outcome: Outcome | None = None
@@ -174,14 +176,14 @@ TABLE: Mapping[type[Event], Mapping[RequestState, frozenset[RequestState]]] = {
     UpstreamEnded: {_UPSTREAM: frozenset({_ENDED})},
     Stopped: _map_states(frozenset(RequestState), _ENDED),
 }
-"""For each event: the states in which it is legal, and the states that may follow."""
+"""States in which each event is legal, each with the states that may follow."""
 
 
 def step(life: RequestLife, event: Event, now: float) -> Step:
     """Apply one event to a request at `now` (monotonic seconds). Return its new life and the actions in order.
 
-    Ignore the event of an earlier attempt. Raise `IllegalEventError` if `TABLE` does not allow the event in this state.
-    Raise the same for an attempt that was never made, and for a new attempt without a higher number. Raise
+    An event of an earlier attempt is ignored. Raise `IllegalEventError` if `TABLE` does not allow the event in this
+    state. Raise it also for an attempt that was never made, and for a new attempt without a higher number. Raise
     `InvariantError` if the new state is not in `TABLE`, which only a bug can cause.
     """
     kind = type(event)
@@ -355,6 +357,4 @@ _HANDLERS: Mapping[type[Event], Handler] = {
 _RULES: Mapping[type[Event], tuple[Mapping[RequestState, frozenset[RequestState]], Handler, bool]] = {
     kind: (TABLE[kind], handle, issubclass(kind, OfAttempt)) for kind, handle in _HANDLERS.items()
 }
-"""For each event: its row of `TABLE`, its handler, and whether it is an event of one attempt. One lookup returns
-all three.
-"""
+"""Rule of each event: its row of `TABLE`, its handler, and whether it is an event of one attempt."""

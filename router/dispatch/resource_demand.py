@@ -1,4 +1,4 @@
-"""Demand of a request on a node, the same for every dialect."""
+"""Demand of a request on a node, computed in the same way for every dialect."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ from wire.frames import GenerationParams, Message
 from wire.models.kind import ModelKind
 
 BYTES_PER_ID = 4
-"""Bytes of text that a token id counts as: the same number as `router.admission.rate_limits.BYTES_PER_TOKEN`."""
+"""Bytes of text for which a token id counts, equal to `router.admission.rate_limits.BYTES_PER_TOKEN`."""
 _PLAIN: frozenset[str] = frozenset()
 
 
@@ -18,7 +18,8 @@ def compute_demand(
 ) -> ResourceDemand:
     """Return the demand of a conversation: the bytes of its prompt, and the features that it needs (`find_features`).
 
-    `tools` is the JSON text that goes into the prompt, empty without tools. The number of prompt tokens is unknown.
+    `tools` is the JSON text of the tools in the prompt; empty without tools. The demand has no number of prompt tokens,
+    which only a node can count.
     """
     size = len(tools.encode()) if tools else 0
     for message in messages:
@@ -30,14 +31,20 @@ def compute_demand(
 
 
 def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: GenerationParams) -> ResourceDemand:
-    """Return the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
+    """Return the demand of a prompt without a template: `text`, or `ids` if the text is empty.
+
+    The number of prompt tokens is exact for `ids`, and unknown for a text.
+    """
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
     return ResourceDemand(model, size, tokens, params.max_tokens, params.n, find_features(params))
 
 
 def compute_embedding_demand(model: str, embed: EmbeddingInput) -> ResourceDemand:
-    """Return the demand of at least one text for embeddings or scores. A token id counts as `BYTES_PER_ID` bytes. The
-    query counts once with each document."""
+    """Return the demand of a request for embeddings or scores.
+
+    A token id counts as `BYTES_PER_ID` bytes. The query counts once with each document. Raise `ValueError` if `embed`
+    has no texts.
+    """
     query = len(embed.query.encode())
     sizes = [query + len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
     longest, kind = max(sizes), ModelKind.RERANK if query else ModelKind.EMBED
@@ -50,9 +57,9 @@ def _count_extra_bytes(message: Message) -> int:
 
 
 def find_features(params: GenerationParams, tools: str = "") -> frozenset[str]:
-    """Return the features that a request needs beyond plain sampling, as named in `Model.features`.
+    """Return the features that a request needs beyond plain sampling, with the names of `Model.features`.
 
-    Parameters without an effect need no feature.
+    `tools` is the JSON text of the tools; empty without tools. Parameters without an effect need no feature.
     """
     sampling = (
         params.top_k

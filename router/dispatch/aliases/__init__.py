@@ -1,1 +1,1 @@
-"""Aliases in the dispatcher: the candidates of a request, and their placement in order."""
+"""Aliases in the dispatcher: the models and the upstream behind a name, and the order in which a request tries them."""

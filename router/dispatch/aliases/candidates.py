@@ -1,7 +1,7 @@
 """Candidates of the alias that a request names: its models in order, and its upstream, if it has one.
 
-For each candidate: the state of the request, and the reason why it was passed over. `router.placement.candidate` names
-nodes by the same word.
+This module stores the state of the request for each candidate, and the reason why a candidate was passed over. In
+`router.placement.candidate`, a candidate is a node instead.
 
 A request uses one candidate at a time: its `spec`, `demand` and tried nodes belong to this candidate. The state for the
 other candidates is stored here. Prompt tokens and refusals of nodes belong to one model and are never used for another
@@ -60,8 +60,9 @@ class UnusedCandidate:
     """Nodes that were lost while they had the request: its `TriedNodes.lost`, one set for all candidates."""
 
     def prepare(self, chain: PrefixHashChain | None, cached_shares: Mapping[NodeId, float]) -> CandidateState:
-        """Return the state for the first use, with the prefix hashes of the prompt (None: not used by placement).
+        """Return the state with which the request uses this candidate for the first time.
 
+        `chain` has the prefix hashes of the prompt for this model; None if placement does not use them.
         `cached_shares` maps nodes to the share of the prompt in their prefix cache, 0 to 1.
         """
         return CandidateState(self.spec, self.demand, TriedNodes(self.lost), chain, cached_shares)
@@ -70,8 +71,8 @@ class UnusedCandidate:
 class AliasCandidates:
     """Candidates of the alias `name` for one request, with `models` in order. At first, the first model is in use.
 
-    `upstream` is the last candidate, empty without one. `forbidden` is why the upstream can never take this request;
-    empty if it may.
+    `upstream` is the name of the upstream that is the last candidate; empty if the alias has none. `forbidden` is the
+    reason why the upstream can never take this request; empty if it can.
     """
 
     __slots__ = (
@@ -93,9 +94,9 @@ class AliasCandidates:
         self.upstream = upstream
         self.forbidden = forbidden
         self.obstacle = forbidden
-        """Why the upstream cannot take the request now; empty if it can."""
+        """Reason why the upstream cannot take the request now; empty if it can."""
         self.refused: Refused | None = None
-        """Newest refusal by all models together; None without one."""
+        """Newest refusal of `combine_refusals`; None before the first."""
         self.models = tuple(models)
         self.at = 0
         """Position in `models` of the candidate in use; for the upstream the number of models."""
@@ -104,32 +105,33 @@ class AliasCandidates:
         self.stored: dict[int, CandidateState] = {}
         """States of the candidates that were used before, by position."""
         self.results: list[Placement | NoPlacement] = []
-        """Placement of each candidate, in order, from the last attempt at which none could start; empty before."""
+        """Placement of each model, in order, when last none of them could start; empty before."""
         self.reasons: dict[str, str] = {}
-        """Newest reason for which each model was passed over, by model."""
+        """Newest reason why each model was passed over, by model."""
 
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
-        """Add all candidates but the first one as unused. `spec` and `demand` belong to the first candidate.
+        """Add all models but the first as unused. `spec` and `demand` belong to the first model.
 
-        `lost` is the set `TriedNodes.lost` of the request. All candidates share it.
+        `lost` is the set `TriedNodes.lost` of the request. All candidates share this set.
         """
         for at, model in enumerate(self.models[1:], 1):
             own_spec = replace(spec, demand=replace(spec.demand, model=model))
             self.unused[at] = UnusedCandidate(own_spec, replace(demand, model=model), lost)
 
     def take(self, at: int) -> CandidateState | UnusedCandidate:
-        """Remove and return the state of the candidate at position `at`. `store` must follow.
+        """Remove and return the state of the candidate at position `at`. The caller must call `store` next.
 
-        Raise `KeyError` if that candidate is in use or does not exist."""
+        Raise `KeyError` if that candidate is in use or does not exist.
+        """
         return self.unused.pop(at) if at in self.unused else self.stored.pop(at)
 
     def store(self, at: int, former: CandidateState) -> None:
-        """Store the state of the candidate that was in use. From now on, the candidate at position `at` is in use."""
+        """Store the state `former` of the candidate in use, and mark the candidate at position `at` as in use."""
         self.stored[self.at] = former
         self.at = at
 
     def set_results(self, results: Sequence[Placement | NoPlacement]) -> None:
-        """Set the placement of each candidate, in order, after an attempt at which none could start."""
+        """Set the placement of each model, in order, after none of them could start."""
         self.results = list(results)
 
     def list_waitable(self) -> list[int]:
@@ -137,16 +139,17 @@ class AliasCandidates:
         return [at for at, result in enumerate(self.results) if not _is_final(result)]
 
     def choose(self) -> int:
-        """Return the position of the candidate with which the request waits, or whose refusal ends it.
+        """Return the position of the model with which the request waits, or whose refusal ends the request.
 
-        It is the first one whose result in `results` is not a final refusal. If there is none, it is the first one that
-        a node serves, because its refusal says what to change. Otherwise it is the first candidate.
+        This is the first model whose result in `results` is not a final refusal. If all refusals are final, it is the
+        first model that a node serves, because the refusal of such a model says what to change. If no node serves any
+        model, it is the first model.
         """
         served = (at for at, result in enumerate(self.results) if not _is_without_node(result))
         return next(iter(self.list_waitable()), next(served, 0))
 
     def set_reason(self, model: str, reason: str) -> bool:
-        """Set the reason for which a model was passed over. Return whether the reason is new."""
+        """Set the reason why a model was passed over. Return whether it differs from the former reason."""
         is_new = self.reasons.get(model) != reason
         self.reasons[model] = reason
         return is_new
@@ -161,7 +164,10 @@ class AliasCandidates:
         return self.at == len(self.models)
 
     def list_passed_over(self) -> tuple[PassedOver, ...]:
-        """Return the candidates before the one in use, with the newest reason of each."""
+        """Return the models before the candidate in use, in order, with the newest reason of each.
+
+        Omit models that were not passed over.
+        """
         before = self.models[: self.at]
         return tuple(PassedOver(model, self.reasons[model]) for model in before if model in self.reasons)
 
@@ -170,13 +176,13 @@ class AliasCandidates:
         return self.stored.values()
 
     def set_obstacle(self, obstacle: str) -> None:
-        """Set why the upstream cannot take the request now; empty if it can. `forbidden` has precedence."""
+        """Set the reason why the upstream cannot take the request now; empty if it can. `forbidden` has precedence."""
         self.obstacle = self.forbidden or obstacle
 
     def combine_refusals(self, best: NoPlacement) -> Refused:
-        """Build one refusal with the reasons of all candidates, and with the code and the numbers of `best`.
+        """Return one refusal with the reasons of all candidates, and with the code and the numbers of `best`.
 
-        Store the refusal in `refused` and return it. The upstream's obstacle is one of the reasons.
+        The refusal is also stored in `refused`. If the upstream has an obstacle, this is one of the reasons.
         """
         parts = [
             f"{model}: {get_reason(result, model)}" for model, result in zip(self.models, self.results, strict=False)
@@ -188,9 +194,10 @@ class AliasCandidates:
 
 
 def get_reason(result: Placement | NoPlacement, model: str) -> str:
-    """Return why a candidate was passed over with this placement.
+    """Return why `model` was passed over, from the result of its placement.
 
-    The reason names no models that the key may not use, unlike the refusal of an unknown model.
+    Unlike the refusal of an unknown model, the reason does not list other models, which the key may not be allowed to
+    use.
     """
     if isinstance(result, Placement):
         return MUST_WAIT
@@ -198,7 +205,7 @@ def get_reason(result: Placement | NoPlacement, model: str) -> str:
 
 
 def describe_upstream(name: str, text: str) -> str:
-    """Return the text of a refusal about one upstream: its name, and why it takes no request (`text`)."""
+    """Return the part of a refusal about the upstream `name`. `text` says why the upstream takes no request."""
     return f"{UPSTREAM_PREFIX}{name}: {text}"
 
 

@@ -5,10 +5,11 @@ from wire.refusals import RefusalCode, Refused
 
 
 def refuse_beyond_limit(spec: RequestSpec, prompt_tokens: int | None) -> Refused | None:
-    """Return the refusal of a request beyond the context limit of its profile; None within it.
+    """Return the refusal of a request whose prompt exceeds the context limit of its profile; None if it fits.
 
-    `prompt_tokens` is the exact number of prompt tokens; None if no node has counted them. The answer needs room for
-    one token, because the node ends it at the limit, also if `max_tokens` is higher.
+    `prompt_tokens` is the exact number of prompt tokens; None if no node has counted them, which refuses nothing. The
+    prompt must leave room for one token of the answer. More is not needed, because the node ends the answer at the
+    limit, even if `max_tokens` allows more.
     """
     if not spec.context_limit or prompt_tokens is None or prompt_tokens < spec.context_limit:
         return None

@@ -1,8 +1,9 @@
-"""Placement of requests that name an alias: its candidates are tried in order at every attempt.
+"""Placement of requests that name an alias: every attempt tries the candidates of the alias in order.
 
 The first candidate that can start now gets the request. If none can, the request goes to the upstream of the alias if
-possible. Otherwise it waits for the first candidate that could ever take it. A retry begins again with the first one.
-The candidate is fixed once the client has the head of a stream or tokens exist, because the answer names its model.
+possible. Otherwise it waits for the first candidate that could ever take it. A retry begins with the first candidate
+again. The candidate is fixed once the client has the head of a stream or tokens exist, because the answer names its
+model.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from router.placement.prefix_affinity import NOWHERE
 
 
 class AliasPlacement:
-    """Placement of requests that name an alias, on the candidates of that alias: its models and its upstream.
+    """Placement of requests, with the models and the upstream of the alias that a request names.
 
     A request without an alias is placed with its model. `apply` applies an event to a request. `clock` returns
     monotonic seconds.
@@ -45,12 +46,12 @@ class AliasPlacement:
         self._crowds = crowds
 
     def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
-        """Compute and record the placement of a request, with the first candidate of its alias that can start now.
+        """Return and record the placement of a request, with the first model of its alias that can start now.
 
-        If no candidate can, the request uses the one that `AliasCandidates.choose` returns. The result is then the
-        placement of that candidate if only `CrowdRules` makes the request wait, else one refusal with the reasons of
-        all candidates. The upstream's obstacle is updated as well. A request that may not change its model is placed
-        with its model only.
+        If no model can, the request uses the one that `AliasCandidates.choose` returns, and the obstacle of the
+        upstream is updated. The result is the placement of that model if only `CrowdRules` makes the request wait.
+        Otherwise it is one refusal with the reasons of all candidates. A request that may not change its model is
+        placed with its current model only.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -77,7 +78,7 @@ class AliasPlacement:
     def start_upstream(self, request: ActiveRequest) -> bool:
         """Hand a request that no node can start now to the upstream of its alias. Return whether that was possible.
 
-        Call this after `decide`, which finds the obstacle of the upstream.
+        Call this method after `decide`, which finds the obstacle of the upstream.
         """
         alias = request.alias
         if alias is None or not alias.upstream or alias.obstacle or not may_change_model(request):
@@ -91,10 +92,10 @@ class AliasPlacement:
         return True
 
     def offer(self, request: ActiveRequest, result: NoPlacement, start: Callable[[NoPlacement], bool]) -> bool:
-        """Call `start` with the refusal of each candidate that may wait, until a call returns True.
+        """Call `start` with the refusal of each model that can be waited for, in order, until a call returns True.
 
-        Return whether a call did. Each candidate is in use during its call; if no call returned True, the former one is
-        in use again. For a request that may not change its model, `start` is called once, with `result`.
+        Return whether a call returned True. Each model is in use during its call. If no call returned True, the former
+        candidate is in use again. For a request that may not change its model, `start` is called once, with `result`.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -109,11 +110,10 @@ class AliasPlacement:
         return False
 
     def start_any(self, request: ActiveRequest, start: Callable[[], bool]) -> bool:
-        """Use each candidate of the alias in turn and call `start`, until a call returns True. Return whether a call
-        did.
+        """Use each model of the alias in order and call `start`, until a call returns True.
 
-        If no call returned True, the former candidate is in use again. For a request that may not change its model,
-        return False without a call.
+        Return whether a call returned True. If none did, the former candidate is in use again. For a request that may
+        not change its model, return False without a call.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -138,7 +138,7 @@ class AliasPlacement:
     def _record_passed_over(
         self, request: ActiveRequest, alias: AliasCandidates, results: list[Placement | NoPlacement]
     ) -> None:
-        """Record why candidates were passed over, for `cluster explain`."""
+        """Record as steps of the request why models were passed over, each reason once, for `cluster explain`."""
         now = self._clock()
         for model, result in zip(alias.models, results, strict=False):
             reason = get_reason(result, model)
@@ -147,16 +147,16 @@ class AliasPlacement:
 
 
 def may_change_model(request: ActiveRequest) -> bool:
-    """Return whether a request may use another candidate of its alias: nothing of its answer exists yet.
+    """Return whether a request may use another candidate of its alias, because nothing of its answer exists yet.
 
-    Return False without an alias.
+    Return False for a request without an alias.
     """
     return request.alias is not None and not request.answer.opened and not request.tokens.longest
 
 
 def may_restart_with_other_model(request: ActiveRequest) -> bool:
-    """Return whether a request may begin again with another candidate: its client has nothing of the answer.
+    """Return whether a request may begin again with another candidate, because its client has nothing of the answer.
 
-    Unlike for `may_change_model`, tokens may have arrived from a node. Return False without an alias.
+    Unlike with `may_change_model`, a node may already have sent tokens. Return False for a request without an alias.
     """
     return request.alias is not None and not request.answer.opened and not request.answer.begun

@@ -5,25 +5,23 @@ from wire.refusals import Refused
 
 
 class TriedNodes:
-    """Nodes that a request has tried with one model, which placement excludes.
+    """Nodes that a request has tried with one model. Placement excludes them.
 
-    `lost` is the set of lost nodes that all models of the request share; None for a new set.
+    `lost` is the set of lost nodes that all candidate models of the request share; None creates a new set.
     """
 
     __slots__ = ("lost", "never", "refused")
 
     def __init__(self, lost: set[NodeId] | None = None) -> None:
         self.refused: dict[NodeId, float] = {}
-        """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic
-        seconds.
-        """
+        """Nodes that refused the request, each with the arrival of its newest report then, in monotonic seconds."""
         self.never: dict[NodeId, Refused] = {}
         """Nodes that refused the request permanently, with their refusals."""
         self.lost: set[NodeId] = set() if lost is None else lost
-        """Nodes that were lost or stopped while they had the request, until they are ready again."""
+        """Nodes that were lost or stopped while they had the request, and are not ready again."""
 
     def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
-        """Exclude a node until its next report, or for good if its refusal is final.
+        """Exclude a node until its next report, or permanently if its refusal is final.
 
         `reported_at` is the arrival of the node's newest report, in monotonic seconds. `refused` is the refusal; None
         if the node sent none.
@@ -33,11 +31,11 @@ class TriedNodes:
             self.never[node] = refused
 
     def mark_lost(self, node: NodeId) -> None:
-        """Exclude a node that was lost, or stops, while it has the request."""
+        """Exclude a node that was lost or stops while it has the request, until `readmit`."""
         self.lost.add(node)
 
     def readmit(self, node: NodeId) -> None:
-        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals are kept."""
+        """End the exclusion of a lost node that is ready again. Exclusions because of refusals remain."""
         self.lost.discard(node)
 
     def remove_node(self, node: NodeId) -> None:

@@ -1,7 +1,7 @@
-"""Assignment of a request to a node: nodes are asked in turn, then the request is queued or ended.
+"""Assignment of a request to a node: nodes are asked one after another, then the request is queued or ended.
 
-After a refusal, the request is sent to the next node at once. After `MAX_NODES_IN_A_ROW` nodes in a row it is queued.
-The request ends if the refusal is final in the cluster. A refusal is never a failure.
+After a refusal, the request is sent to the next node at once. After `MAX_NODES_IN_A_ROW` nodes in a row, it is queued.
+It ends if the refusal is final in the cluster. A refusal never counts as a failure.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from wire.refusals import FailureCode, RefusalCode
 
 UNSENDABLE = "the request cannot be sent to a node: shorten it, or report the log of the coordinator"
 MAX_NODES_IN_A_ROW = 4
-"""Maximum nodes to which a request is sent, one directly after the other, before it is queued."""
+"""Maximum nodes to which a request is sent without a wait between them, before it is queued."""
 
 
 class Assignment:
@@ -63,9 +63,10 @@ class Assignment:
         return request.life.attempt == attempt
 
     def assign_new(self, request: ActiveRequest) -> None:
-        """Assign a new request (`assign`). If a send raises, end the request with a failure, and raise the exception.
+        """Assign a new request with `assign`.
 
-        The end settles the charge of the key's quota.
+        If a send raises an exception, end the request with a failure, and raise the exception. The end also settles the
+        charge of the key's quota.
         """
         try:
             self.assign(request)
@@ -74,13 +75,12 @@ class Assignment:
             raise
 
     def assign(self, request: ActiveRequest) -> None:
-        """Place a request and send it to the chosen node. Without a link to that node, place the request again.
+        """Place a request and send it to the chosen node. If that node has no link, place the request again.
 
-        Queue the request if no node has room, if it must wait for fairness (`CrowdRules.must_wait`), or after
-        `MAX_NODES_IN_A_ROW` nodes. End the request if its refusal is final. A request that would wait for fairness, or
-        has no placement, goes to the upstream of its alias first. A request without a placement or upstream is then
-        offered to the node of `start_at_decider`. The next offer is to a full node where another key holds more than
-        its fair share.
+        A request that must wait for fairness (`CrowdRules.must_wait`), or has no placement, goes to the upstream of its
+        alias if possible. Otherwise, end the request if its refusal is final. Send a request without a placement to the
+        node of `start_at_decider`, or to a full node where another key holds more than its fair share. If neither is
+        possible, if fairness requires it, or after `MAX_NODES_IN_A_ROW` nodes, queue the request.
         """
         decide = self._placer.decide if request.alias is None else self._aliases.decide
         result = decide(request)
@@ -110,11 +110,10 @@ class Assignment:
         self._apply(request, NoRoom(result))
 
     def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
-        """Send a request without a placement to `result.candidate`, the only node that can tell whether the request
-        fits there.
+        """Send a request to `result.candidate`, a node that only itself can tell whether the request fits there.
 
-        No memory is reserved. Return whether the request was sent: False without a candidate, without a link to that
-        node, or while that node swaps models.
+        No memory is reserved. Return whether the request was sent. Return False if there is no such candidate, if the
+        node has no link, or while it swaps models.
         """
         candidate = result.candidate
         return (
@@ -124,9 +123,9 @@ class Assignment:
         )
 
     def _start_for_share(self, request: ActiveRequest, result: NoPlacement) -> bool:
-        """Send a request to a node that is full of another key's requests; return whether it was sent.
+        """Send a request to a full node where another key holds more than its share. Return whether it was sent.
 
-        Its engine preempts one of those requests where that key holds more than its share.
+        The engine of that node then preempts a request of the other key.
         """
         if request.life.in_a_row >= MAX_NODES_IN_A_ROW:
             return False
@@ -143,8 +142,10 @@ class Assignment:
         return False
 
     def _is_full(self, request: ActiveRequest, candidate: Candidate) -> bool:
-        """Return whether a node has the model loaded, lacks only memory, swaps no model, and has not just refused the
-        request."""
+        """Return whether a node has the model loaded and lacks only memory for a request.
+
+        Return False while the node swaps models, and until its next report if it has refused the request.
+        """
         return (
             candidate.code is RefusalCode.NO_ROOM
             and candidate.model is not None

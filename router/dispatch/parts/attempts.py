@@ -1,7 +1,7 @@
 """Attempts: a request on a node, from its reservation to its release.
 
-Every attempt gets new numbers. Late frames about an earlier attempt are unknown here and ignored; a node is believed
-only about requests that are on it.
+Every attempt gets new numbers. Late frames about an earlier attempt therefore have unknown numbers and are ignored. A
+node is believed only about requests that are on it.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,9 @@ from wire.models.version import UNKNOWN_VERSION
 
 
 class Attempts:
-    """Attempts of all requests, by number. `send` writes a frame to a node's link and returns whether there is one.
+    """Current attempts of all requests, by number.
 
-    `clock` returns monotonic seconds.
+    `send` writes a frame to a node's link and returns whether there is a link. `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Attempts:
         """Requests on nodes, by attempt number."""
 
     def list_on_node(self, node: NodeId) -> list[ActiveRequest]:
-        """Return the requests on a node, the oldest first."""
+        """Return the requests on a node, oldest first."""
         return sorted(
             (request for request in self.live.values() if request.node == node), key=lambda request: request.number
         )
@@ -65,8 +65,8 @@ class Attempts:
     def reserve(self, request: ActiveRequest, action: StartAttempt) -> None:
         """Reserve memory, prefill and rows on the node of an attempt, and add the attempt to `live`.
 
-        Count the attempt, record it in the node's circuit breaker, and set the model's version for an answer that
-        begins.
+        Also count the attempt, and record it in the node's circuit breaker and in the steps of the request. If the
+        answer is not resumed, set the version of the model.
         """
         placed = action.placed
         attempt, chosen, need = placed.attempt, placed.chosen, placed.need
@@ -94,9 +94,10 @@ class Attempts:
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
-        """Send the request of an attempt to its node. Return False if the node has no link any more.
+        """Send the request of an attempt to its node. Return False if the node has no link.
 
-        A request for embeddings or scores starts again: once sent, the vectors of an earlier attempt are discarded.
+        Received tokens are sent with it, so that the node resumes the answer. A request for embeddings or scores starts
+        again: once it is sent, the vectors of an earlier attempt are discarded.
         """
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
@@ -131,15 +132,15 @@ class Attempts:
         return self._send(placed.chosen.node, frame)
 
     def record_undelivered(self, request: ActiveRequest, node: NodeId, name: str) -> None:
-        """Exclude a node without a link until its next report, and record the step."""
+        """Exclude a node without a link until its next report, and record a step. `name` is the name of the node."""
         request.tried.mark_refused(node, self._placer.get_report_time(node))
         request.add_step(self._clock(), "no link", name)
 
     def release(self, _: ActiveRequest, action: Release) -> None:
-        """End an attempt, and release its reservation; no other place releases one.
+        """End an attempt, and release its reservation. Reservations are released only here.
 
-        Mark the node as changed. End the waits for its drain if no request is left on it. If the attempt was the probe
-        of the node's breaker, end the probe.
+        Also mark the node as changed, and end the waits for its drain if no request is left on it. If the attempt was
+        the probe of the node's breaker, end the probe.
         """
         self.live.pop(action.attempt, None)
         self._ledger.release(action.attempt)
@@ -150,13 +151,13 @@ class Attempts:
         self._changes.mark(action.node)
 
     def cancel(self, _: ActiveRequest, action: CancelAttempt) -> None:
-        """Send the node a cancel of an attempt."""
+        """Send the node of an attempt a cancel."""
         self._send(action.node, Cancel(action.attempt))
 
     def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:
-        """Record the prompt tokens that the node counted, at most the number that the request can have.
+        """Record the prompt tokens that the node counted, limited to the number that the request can have.
 
-        Mark the reservation as admitted, and add the prompt to the index of cached prompts.
+        Also mark the reservation as admitted, and add the prompt to the index of cached prompts.
         """
         frame = action.frame
         self._ledger.mark_admitted(frame.request)
@@ -168,8 +169,10 @@ class Attempts:
             self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, *request.prompt_counts)
 
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
-        """Record that the prompt of an attempt is prefilled. For the first tokens of a request, record also the time to
-        the first token."""
+        """Record that the prompt of an attempt is prefilled.
+
+        For the first tokens of a request, also record the time to the first token.
+        """
         self._ledger.mark_first_token(action.attempt)
         if not action.first:
             return
@@ -180,7 +183,7 @@ class Attempts:
         )
 
     def release_reported_weights(self, node: NodeView) -> None:
-        """Release the reserved weights of each load that the node's report counts (`NodeView.is_loading`)."""
+        """Release the reserved weights of each load that the node's report already counts (`NodeView.is_loading`)."""
         loading = {model.name for model in node.models.values() if node.is_loading(model)}
         if loading:
             for request in self.live.values():

@@ -1,4 +1,4 @@
-"""Composition of the dispatcher: every part gets all of its collaborators in its constructor."""
+"""Composition of the dispatcher, whose parts get all of their collaborators in their constructors."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ SWEEP_INTERVAL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Collaborators of a dispatcher: functions of the coordinator, settings, and the totals that it updates."""
+    """Collaborators of a dispatcher: functions of the coordinator, settings, and the totals that are updated."""
 
     send: Callable[[NodeId, Frame], bool]
     """Function that writes a frame to a node's link and returns whether there is a link."""
@@ -67,22 +67,21 @@ class Surroundings:
     clock: Callable[[], float]
     """Function that returns monotonic seconds."""
     draw: Callable[[], float]
-    """Only source of randomness: a function that returns numbers in [0, 1)."""
+    """Function that returns numbers in [0, 1), the only source of randomness."""
     settings: RouterSettings
     counters: Counters
     quotas: RateLimits
     scopes: CacheScopes
     policy: Policy
     on_failure: Callable[[ActiveRequest, str], None]
-    """Function called with a request that failed on its node or whose node was lost, and with the failure code, before
-    recovery."""
+    """Function called before recovery, with a request that failed on its node or lost it, and the failure code."""
 
     @property
     def interval(self) -> float:
         """Seconds between two calls of `Dispatcher.sweep`.
 
-        At most `SWEEP_INTERVAL_SECONDS`, and at most a quarter of the queue timeout, of the keepalive interval and of
-        the time limit for slow clients.
+        The interval is at most `SWEEP_INTERVAL_SECONDS`. It is also at most a quarter of each of these settings: the
+        queue timeout, the keep-alive interval, and the time limit for slow clients.
         """
         settings = self.settings
         limits = settings.queue_timeout_seconds, settings.keepalive_seconds, settings.slow_client_seconds
@@ -90,8 +89,10 @@ class Surroundings:
 
 
 class Parts:
-    """Parts of a dispatcher. `apply` applies an event to a request. `wake` retries the queued requests on the nodes
-    that have changed."""
+    """Parts of a dispatcher.
+
+    `apply` applies an event to a request. `wake` retries the queued requests on the nodes that have changed.
+    """
 
     def __init__(
         self, surroundings: Surroundings, apply: Callable[[ActiveRequest, Event], None], wake: Callable[[], None]
@@ -229,7 +230,7 @@ class Parts:
     def build_performers(
         self, start: Callable[[ActiveRequest, StartAttempt], None]
     ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
-        """Return the function that performs each action of a request; `start` performs `StartAttempt`."""
+        """Return the function that performs each action, by the type of the action. `start` performs `StartAttempt`."""
         return {
             StartAttempt: start,
             Release: self.attempts.release,
@@ -246,5 +247,5 @@ class Parts:
 
 
 def get_policy(settings: RouterSettings) -> Policy:
-    """Return the policy that the settings name."""
+    """Return the placement policy that the settings name."""
     return POLICIES[settings.policy]

@@ -1,4 +1,4 @@
-"""Ends of requests: the outcome for the reader, the settled quota, the counters."""
+"""Ends of requests: pass the outcome to the reader, settle the quota of the key, and update the counters."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from wire.refusals import RefusalCode, Refused
 
 
 class Endings:
-    """Performer of the actions at the end of a request, which also denies the requests that no node takes.
+    """Performer of the actions at the end of a request. It also denies the requests that no node takes.
 
     `apply` applies an event to a request. `clock` returns monotonic seconds.
     """
@@ -35,9 +35,10 @@ class Endings:
         self._quotas = quotas
 
     def deny(self, request: ActiveRequest, refused: Refused) -> None:
-        """End a request that no node takes: as refused, or as failed when its client has a part of the answer.
+        """End a request that no node takes, as refused.
 
-        For a key with a list of models, the message of an unknown model names no other models.
+        If an attempt was lost and the client has a part of the answer, end the request as failed instead. For a key
+        with a list of models, the message about an unknown model names no other models.
         """
         lost_by = request.life.lost_by
         if refused.code is RefusalCode.NO_MODEL and self._quotas.get_limits(request.spec.key).models:
@@ -50,14 +51,16 @@ class Endings:
         self._apply(request, RequestDenied(RequestFailure(lost_by.code, text)))
 
     def end(self, request: ActiveRequest, action: EndRequest) -> None:
-        """Settle the charge of the key's quota, record the request in usage, counters and history, and pass the outcome
-        to the reader."""
+        """Record the request in usage, counters and history, and pass the outcome to the reader.
+
+        This also settles the charge of the key's quota.
+        """
         model = request.spec.demand.model if request.life.attempts else self._find_counted_model(request)
         self._accounting.record_end(request, action.outcome, model, self._quotas, self._clock())
         request.answer.end(action.outcome)
 
     def announce_upstream(self, request: ActiveRequest, action: HandOver) -> None:
-        """Ask the reader to pass the request on to an upstream, and record the step."""
+        """Ask the reader to pass the request on to an upstream, and record a step."""
         request.add_step(self._clock(), f"passed on to {request.demand.model}")
         request.answer.set_upstream(action.upstream)
 

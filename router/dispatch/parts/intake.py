@@ -1,4 +1,4 @@
-"""Intake of requests: the model that the client means, the quota of its key, its prefix hashes, its seed."""
+"""Intake of requests: find the model that the client means, charge the quota, hash the prompt, and draw a seed."""
 
 from collections.abc import Callable, Mapping
 
@@ -19,16 +19,16 @@ from wire.identity import NodeId
 from wire.refusals import Refused
 
 MIN_AFFINITY_BYTES = 1024
-"""Minimum bytes of a prompt without a session for prefix affinity: a shorter prompt is prefilled in an instant."""
+"""Minimum bytes of a prompt without a session for prefix affinity. A shorter prompt is prefilled in an instant."""
 SEEDS = 1 << 53
-"""Number of different seeds that the router draws: `draw` returns floats with 53 random bits."""
+"""Number of different seeds that the router draws. `draw` returns floats with 53 random bits."""
 
 
 REPETITION = "repetition_penalty"
 
 
 class Intake:
-    """Intake of new requests. `clock` returns monotonic seconds, `draw` returns numbers in [0, 1).
+    """Intake of new requests. `clock` returns monotonic seconds. `draw` returns numbers in [0, 1).
 
     `upstreams_by_default` is the default of `KeyLimits.may_use_upstreams`.
     """
@@ -55,11 +55,11 @@ class Intake:
         self._upstreams_by_default = upstreams_by_default
 
     def accept(self, spec: RequestSpec, number: int, *, charges_quota: bool) -> tuple[ActiveRequest, Refused | None]:
-        """Return a new request with this number, and the refusal if its key is over its quota or its model's name is
-        refused.
+        """Return a new request with the number `number`, and its refusal; None if it is accepted.
 
-        The request has the first candidate of the named model, the defaults of its profile, the key's labels and a
-        seed. Without `charges_quota`, the quota is neither checked nor charged.
+        The refusal says that the key is over its quota, or that the name of the model is refused. The request has the
+        first candidate of the named model, the defaults of its profile, the key's labels and a seed. Unless
+        `charges_quota`, the quota is neither checked nor charged.
         """
         limits, now = self._quotas.get_limits(spec.key), self._clock()
         target: ModelTarget | None = None
@@ -106,7 +106,10 @@ class Intake:
         return request, refused
 
     def _build_candidates(self, target: ModelTarget, spec: RequestSpec, limits: KeyLimits) -> AliasCandidates | None:
-        """Return the candidates of an alias, with the reason if its upstream may not take the request."""
+        """Return the candidates of an alias, with the reason if its upstream may not take the request.
+
+        Return None if the client named no alias.
+        """
         if not target.alias:
             return None
         forbidden = ""
@@ -117,21 +120,21 @@ class Intake:
         return AliasCandidates(target.alias, target.candidates, target.upstream, forbidden)
 
     def resolve_model_name(self, model: str, limits: KeyLimits) -> ModelTarget | Refused:
-        """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
+        """Return the target of the name of a model; a refusal if its profile is unknown or its alias is forbidden.
 
         An unknown name is returned unchanged, as the only candidate (`ModelNames.resolve`).
         """
         return self.names.resolve(model, self._placer.view, limits)
 
     def apply_profile_to_count(self, request: CountTokens, target: ModelTarget) -> CountTokens:
-        """Return a count with the template arguments of the profile that its client named."""
+        """Return a count with the template arguments of the profile that its client named; unchanged without one."""
         if not target.profile:
             return request
         profile = self.names.get_profile(target.profile)
         return replace(request, template=profile.apply_to_template(request.template))
 
     def _apply_target(self, spec: RequestSpec, target: ModelTarget) -> RequestSpec:
-        """Return the request for the first candidate, with the defaults of the profile where it sets none."""
+        """Return the request for the first candidate. The profile gives values to parameters that it does not set."""
         if not target.profile:
             return replace(spec, demand=replace(spec.demand, model=target.candidates[0]))
         profile = self.names.get_profile(target.profile)
@@ -152,19 +155,19 @@ class Intake:
         )
 
     def _add_seed(self, spec: RequestSpec) -> GenerationParams:
-        """Return the parameters with a seed: without one, no other node could resume the answer with the same draws."""
+        """Return the parameters with a seed, which lets another node resume the answer with the same draws."""
         if spec.params.seed is not None:
             return spec.params
         return replace(spec.params, seed=int(self._draw() * SEEDS))
 
     def estimate_shares(self, chain: PrefixHashChain | None) -> Mapping[NodeId, float]:
-        """Return the share of a prompt, 0 to 1, that each node has in its prefix cache. Empty without hashes."""
+        """Return the share of a prompt, 0 to 1, that each node has in its prefix cache; empty without hashes."""
         return NOWHERE if chain is None else self._affinity.estimate_shares(chain)
 
     def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
-        """Return the prefix hashes of a request; None where no choice of a node depends on them.
+        """Return the prefix hashes of a request; None if the choice of a node cannot depend on them.
 
-        Return None for embeddings and scores, with fewer than two nodes, and for a short prompt without a session.
+        Return None for embeddings and scores, for fewer than two nodes, and for a short prompt without a session.
         """
         if spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session:
             return None
@@ -179,8 +182,10 @@ class Intake:
 
 
 def _mark_penalty(params: GenerationParams, set_penalties: frozenset[str]) -> GenerationParams:
-    """Return the parameters with `NO_REPETITION_PENALTY` for a repetition penalty that is set to 1: a node applies the
-    default of the model otherwise."""
+    """Return the parameters with `NO_REPETITION_PENALTY` in place of a repetition penalty that the client set to 1.
+
+    For the value 1, a node would apply the default of the model.
+    """
     if params.repetition_penalty != 1 or REPETITION not in set_penalties:
         return params
     return replace(params, repetition_penalty=NO_REPETITION_PENALTY)

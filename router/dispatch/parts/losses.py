@@ -1,9 +1,9 @@
-"""Losses: a node is lost, an engine died, or a node has no memory left. The request resumes elsewhere, or ends.
+"""Losses: a node is lost, an engine dies, or a node runs out of memory. The request resumes elsewhere, or ends.
 
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
-received stays valid. A request of which the client has received nothing may also restart. A request without room waits
-in the queue, which never refuses it, and memory is held for it at once. The request ends with the reason at its
-deadline, or at once if no node but the lost ones has its model.
+received stays valid. A request of whose answer the client has received nothing may also restart. A request for which no
+node has room waits in the queue, which never refuses it, and memory is held for it at once. It ends with the reason at
+its deadline, or at once if only the lost nodes have its model.
 """
 
 from collections.abc import Callable
@@ -29,9 +29,9 @@ from wire.report import Model
 
 
 class Losses:
-    """Handler of lost attempts: resumes their requests on other nodes, or ends them.
+    """Handler of lost attempts, which resumes their requests on other nodes or ends them.
 
-    `on_failure` is called with the failure code for each request that failed on its node or whose node was lost.
+    `on_failure` is called with each request that failed on its node or whose node was lost, and with the failure code.
     `apply` applies an event to a request. `clock` returns monotonic seconds.
     """
 
@@ -57,7 +57,7 @@ class Losses:
         self._counters = counters
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Resume or restart the requests of a lost node on other nodes, and end the requests for which neither works.
+        """Resume or restart the requests of a lost node on other nodes, or end those for which neither is possible.
 
         `reason` is the cause of the loss, for the messages to clients.
         """
@@ -69,7 +69,7 @@ class Losses:
             self._recover_or_end(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
 
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
-        """Resume or restart elsewhere, or end, a request for which its node sent `Failed`.
+        """Handle `Failed` for a request: resume or restart it on another node, or end it.
 
         A code that `classify_loss` does not count as a loss ends the request. A fault of the engine counts for the
         node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops.
@@ -94,7 +94,7 @@ class Losses:
         self._recover_or_end(request, kind, RequestFailure(code, frame.message))
 
     def _recover_or_end(self, request: ActiveRequest, kind: LossKind, cause: RequestFailure) -> None:
-        """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
+        """Resume or restart a request on another node after a loss, if that is allowed and possible; else end it."""
         request.add_step(self._clock(), f"lost: {cause.message}", request.node_name)
         others = self._list_other_models(request)
         resumes = request.resumable and any(request.version.is_same(model.version) for model in others)
@@ -110,16 +110,16 @@ class Losses:
         self._assignment.assign(request)
 
     def _list_other_models(self, request: ActiveRequest) -> list[Model]:
-        """Return the models of a request's name on the members that have not lost the request."""
+        """Return the models with the name of a request's model, on the members that have not lost the request."""
         name, lost = request.demand.model, request.tried.lost
         nodes = (node for node in self._placer.view.nodes if node.state != NodeState.LEFT and node.id not in lost)
         return [node.models[name] for node in nodes if name in node.models]
 
 
 def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
-    """Return the failure of a request that no other node can continue.
+    """Return the failure of a request that no other node can continue: `cause`.
 
-    The message also names the cause if other nodes have a different model with the same name.
+    If other nodes have a different model with the same name, the message says that as well.
     """
     if not request.version.fingerprint or all(request.version.is_same(model.version) for model in others):
         return cause

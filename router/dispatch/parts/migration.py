@@ -1,6 +1,6 @@
-"""Migration: requests leave a live node for a better one, which gets them before the old node loses them.
+"""Migration: requests leave a live node for another one, which gets them before the old node loses them.
 
-A node drains, or its silence lasts longer than a resume elsewhere would take: its requests are migrated if another node
+Requests are migrated if their node drains, or is silent for longer than a resume elsewhere would take, and another node
 has room. The remaining requests continue on their node. Waiting requests of a busy node are rebalanced to idle nodes by
 the rules of `rebalancing`.
 """
@@ -62,8 +62,8 @@ class Migration:
     def migrate_node(self, node: NodeId) -> int:
         """Migrate the requests of a live node to other nodes, where their answers continue without a gap.
 
-        Return the number of requests that stay on the node. A request stays if no other node has room and a link now; a
-        later call may migrate it. A request also stays if its answer can neither restart nor resume, and after
+        Return the number of requests that stay on the node. A request stays if no other node with a link has room now.
+        A later call may migrate it. A request also stays if its answer can neither restart nor resume, or after
         `recovery.MAX_LOSSES` losses.
         """
         return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
@@ -71,10 +71,8 @@ class Migration:
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a live node to other nodes, and wait at most `seconds` until the node has none.
 
-        The wait also ends when the node is uncordoned.
-
-        Requests that cannot be migrated now are migrated by later calls of `migrate_node`, or end on the node. Return
-        the number of requests that are left on the node.
+        The wait also ends when the node is uncordoned. Requests that cannot be migrated now may end on the node, or be
+        migrated by later calls of `migrate_node`. Return the number of requests that are left on the node.
         """
         empty = self._drains.add_wait(node)
         self.migrate_node(node)
@@ -88,10 +86,10 @@ class Migration:
         return self._ledger.count_in_flight(node)
 
     def migrate_from_silent_nodes(self, now: float) -> None:
-        """Migrate requests off nodes that are silent for too long (`compute_silence_limit_seconds`).
+        """Migrate requests away from nodes that are silent for too long (`compute_silence_limit_seconds`).
 
-        Requests move only at the second check in a row that finds the node silent. After a stall of this event loop,
-        the waiting socket data is therefore processed first. `now` is in monotonic seconds.
+        Requests move only if two calls in a row find the node silent. After a stall of this event loop, the waiting
+        socket data is therefore processed first. `now` is in monotonic seconds.
         """
         silent = {node.id: node.reported_at for node in self._placer.view.nodes if node.state == NodeState.SUSPECT}
         for node, reported_at in silent.items():
@@ -104,8 +102,8 @@ class Migration:
     def rebalance(self, now: float) -> None:
         """Move requests that wait on busy nodes to idle nodes, if the move gains enough time (`rebalancing`).
 
-        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued. `now` is in monotonic
-        seconds.
+        One call judges at most `rebalancing.MAX_JUDGED` requests. Call this method only while no request is queued.
+        `now` is in monotonic seconds.
         """
         waiting = rebalancing.list_movable_requests(self._attempts.live.values(), now)
         if not waiting:
@@ -131,7 +129,7 @@ class Migration:
                 judged += 1
 
     def _migrate_request(self, request: ActiveRequest, silent: float | None = None) -> bool:
-        """Move a request to another node with room for it; return whether it moved.
+        """Move a request to another node with room for it. Return whether the request moved.
 
         `silent` is the time since the node's newest report in seconds; None for a drain. A request leaves a silent node
         only if this time is at least `compute_silence_limit_seconds` for the other node.
@@ -150,7 +148,10 @@ class Migration:
     def _send_to_best(
         self, others: ClusterView, request: ActiveRequest, is_worth: Callable[[Candidate], bool], *, is_loss: bool
     ) -> bool:
-        """Send a request to the best of `others` if `is_worth` allows it; return whether it moved."""
+        """Move a request to the best of `others` if `is_worth` returns True for it. Return whether the request moved.
+
+        `is_loss` tells whether the move counts as a loss of the request.
+        """
         name, demand = request.node_name, replace(request.demand, known_tokens=request.tokens.longest)
         result = self._placer.judge(request, others, demand)
         if not isinstance(result, Placement) or not is_worth(result.chosen):

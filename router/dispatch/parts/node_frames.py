@@ -1,6 +1,6 @@
-"""Handling of the frames that a node sends about a request or command: Admitted, Vectors, Finished, Refusal, Failed.
+"""Handlers of the frames from nodes about a request or command: `Admitted`, `Vectors`, `Finished`, `Refusal`, `Failed`.
 
-After a refusal the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
+After a refusal, the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,14 +26,14 @@ from wire.identity import NodeId
 from wire.refusals import FINAL, FailureCode, RefusalCode
 
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
-"""Refusals that are final on one node, not in the cluster.
+"""Codes of refusals that are final on one node, but not in the cluster.
 
 Another node may have more memory, a longer context, the model, or a copy of it that can be loaded.
 """
 RequestFrame = Finished | Admitted | Refusal | Failed | Vectors
 """Frames of a node about one request."""
 Handler = Callable[[ActiveRequest, NodeId, Any], None]
-"""Handler of a type of `RequestFrame`, for a request that is on the node."""
+"""Handler of one type of `RequestFrame`, called with the request, its node and the frame."""
 
 
 class NodeFrames:
@@ -76,7 +76,10 @@ class NodeFrames:
         """Function that applies a frame from a node, by the type of `RequestFrame`."""
 
     def _receive(self, handle: Handler, node: NodeId, frame: RequestFrame) -> None:
-        """Apply a frame about a request on the node with `handle`, or a frame about a command; ignore any other."""
+        """Apply a frame about a request that is on the node with `handle`. Pass any other frame on to `commands`.
+
+        `Vectors` of another request are ignored.
+        """
         request = self._live.get(frame.request)
         if request is not None and request.node == node:
             handle(request, node, frame)

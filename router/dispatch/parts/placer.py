@@ -30,11 +30,11 @@ from wire.models.kind import get_kind
 from wire.refusals import RefusalCode, Refused
 
 FAILING = "failing"
-"""State that placement sees for a node whose breaker is open or has a running probe."""
+"""State of a node in the view for placement while its breaker is open or waits for a probe."""
 
 
 PullFinder = Callable[[str], Refused | None]
-"""Function that returns the refusal for a model that is being pulled, by name; None for any other model."""
+"""Function that returns the refusal for the name of a model that is being pulled; None for any other model."""
 
 
 def _find_no_pull(model: str) -> Refused | None:
@@ -71,7 +71,7 @@ class Placer:
     # view
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view. A new report of a node ends the correction of its headroom."""
+        """Replace the view. A new report of a node ends the correction of its headroom."""
         self.view = view
         for node in view.nodes if self._corrections else ():
             correction = self._corrections.get(node.id)
@@ -79,8 +79,10 @@ class Placer:
                 del self._corrections[node.id]
 
     def mark_failing_nodes(self, view: ClusterView, now: float) -> ClusterView:
-        """Return the view for placement, in which nodes with an open breaker or a running probe at `now` (monotonic
-        seconds) are `FAILING`."""
+        """Return the view for placement, in which the state of nodes that keep failing is `FAILING`.
+
+        These are the nodes whose breaker is open or waits for a probe at `now` (monotonic seconds).
+        """
         barred = self._breakers.list_barred_nodes(now)
         if not barred:
             return view
@@ -92,7 +94,7 @@ class Placer:
         return -1.0 if node_view is None else node_view.reported_at
 
     def correct_headroom(self, _: ActiveRequest, action: CorrectHeadroom) -> None:
-        """Limit the headroom of a node that refused, until its next report."""
+        """Limit the headroom of a node that refused a request to the action's headroom, until its next report."""
         self._corrections[action.node] = HeadroomCorrection(self.get_report_time(action.node), action.headroom)
 
     def remove_node(self, node: NodeId) -> None:
@@ -102,23 +104,23 @@ class Placer:
     # pulls
 
     def watch_pulls(self, find_pull: PullFinder) -> None:
-        """Set the function that returns the refusal for a model that is being pulled, and None for any other model."""
+        """Set the function that finds the refusal for a model that is being pulled."""
         self._find_pull = find_pull
 
     def find_pull(self, model: str) -> Refused | None:
-        """Return the refusal for a model that is being pulled and that no node has yet; None for any other model."""
+        """Return the refusal for a model that is being pulled and that no node has; None for any other model."""
         return None if self.view.has_model(model) else self._find_pull(model)
 
     # requests
 
     def record_request(self, model: str) -> None:
-        """Record a new request for a model in the recent demand, which decides where idle models are unloaded."""
+        """Add a new request for a model to the recent demand, which decides where idle models are unloaded."""
         self._demand.record_request(model, self._clock())
 
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Compute the placement of a request with this demand on the nodes of `view`, and observe the duration.
+        """Return the placement of a request with the demand `demand` on the nodes of `view`.
 
-        Nothing is recorded for later explanation.
+        The duration is counted, but the decision is not recorded for later explanation.
         """
         now = self._clock()
         marked = self.mark_failing_nodes(view, now) if self._breakers.by_node else view
@@ -141,7 +143,7 @@ class Placer:
         return result
 
     def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
-        """Compute the placement of a request on all nodes, and record it for later explanation.
+        """Return the placement of a request on all nodes, and record it for later explanation.
 
         A request for a model that is being pulled gets a refusal that is not final.
         """
@@ -151,21 +153,23 @@ class Placer:
         return self.record(request, result)
 
     def record(self, request: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
-        """Record a decision for later explanation, and return it. At most `decision_log.MAX_CANDIDATES_KEPT` candidates
-        are stored."""
+        """Record a decision for later explanation, and return it.
+
+        At most `decision_log.MAX_CANDIDATES_KEPT` candidates are stored.
+        """
         spec, nodes = request.spec, len(self.view.nodes)
         self._history.record_decision(self._clock(), spec.request_id, spec.key, request.demand, result, nodes)
         return result
 
     def judge_on_node(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Evaluate one node for a request. Earlier attempts of the request may exclude the node."""
+        """Return one node as a candidate for a request. Earlier attempts of the request may exclude the node."""
         trials = self._restrict_to_one_model(request.get_attempt_history(), request.demand.model)
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.cached_shares
         )
 
     def judge_as_new(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Evaluate one node for a request as if the request were new, without its earlier attempts."""
+        """Return one node as a candidate for a request, as if the request had no earlier attempts."""
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.cached_shares
         )
@@ -173,9 +177,10 @@ class Placer:
     def _restrict_to_one_model(
         self, trials: AttemptHistory, name: str, marked: ClusterView | None = None
     ) -> AttemptHistory:
-        """Restrict a request to one version of a model with several. `marked` has all nodes (`mark_failing_nodes`).
+        """Return the history with one version, if the nodes have several versions of the model `name`.
 
         The version is that of the begun answer, or the served version of the nodes that the request has not lost.
+        `marked` is the result of `mark_failing_nodes` for all nodes; None computes it.
         """
         if trials.version is not None:
             return trials
@@ -188,7 +193,7 @@ class Placer:
     # questions without a request
 
     def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Compute the placement of a demand now, without a reservation, a record or sending.
+        """Return where a request with this demand would be placed now. Nothing is sent, reserved or recorded.
 
         A model with several versions is placed in its served version only.
         """
@@ -208,8 +213,8 @@ class Placer:
     def choose_load_node(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
         """Return the node that should load a model, or the refusal if there is none. Nothing is reserved.
 
-        `tried` are the nodes that have refused the load, with their refusals; they are excluded. Only the served
-        version of the model is loaded. `LoadPlacement.loaded`: the node has the model loaded already.
+        `tried` maps the nodes that have refused the load to their refusals. These nodes are excluded. Only the served
+        version of the model is loaded. `LoadPlacement.loaded` tells whether the node has the model loaded already.
         """
         now = self._clock()
         return choose_load_node(
@@ -227,15 +232,16 @@ class Placer:
     def find_unavailable_refusal(self, node: NodeView) -> Refused | None:
         """Return the refusal of a node that takes no request now; None if the node takes requests.
 
-        Reasons are its state, a cordon or drain, a late report, and its engine. The refusal may be retried after 2 s.
+        The reason is its state, a cordon or drain, a late report, or its engine. The refusal suggests a retry after
+        2 s.
         """
         why, code = find_unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
     def find_outage_reason(self) -> str:
-        """Return why a short request could not be placed now for any model of the cluster; empty if it could for one.
+        """Return why no model of the cluster could take a short request now; empty if at least one could.
 
-        With several models, return the refusal of the last one. Without models, return that no node has reported one.
+        The reason is that of the last model. Without models, the reason is that no node has reported a model.
         """
         refused = "no node has reported a model"
         for name, model in self.view.get_models().items():

@@ -1,13 +1,14 @@
-"""Rebalancing: move requests that wait on a busy node to an idle one.
+"""Rebalancing: move requests that wait on a busy node to an idle node.
 
-A request is sent at once wherever it fits. A batch may therefore stand on one machine when another machine joins, wakes
-up, or finishes sooner than expected. Rebalancing gives that machine a part of the batch.
+A request is sent to a node at once if it fits there. A batch may therefore wait on one machine when another machine
+joins, wakes up, or finishes sooner than expected. Rebalancing gives that machine a part of the batch.
 
 A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on their first node
-without a first token may then restart there, the oldest first. The move must pay, because the prefill done on the old
-node is lost. The wait on the old node must be `MIN_SPEEDUP` times as long as on the new node, plus `MIN_GAIN_SECONDS`.
-Simulated: a batch of 70, half of which still waits when a second Mac joins, is done after 4.5 minutes instead of 8. In
-the scenarios of a household and of a lab, where no machine joins, the waits do not change.
+without a first token may then restart there, oldest first. A move must gain enough, because the prefill done on the old
+node is lost. The wait on the old node must exceed `MIN_SPEEDUP` times that on the new node plus `MIN_GAIN_SECONDS`.
+
+In a simulation, a second Mac joins while half of a batch of 70 requests still waits. The batch is done after 4.5
+minutes instead of 8. In the scenarios of a household and of a lab, where no machine joins, the waits do not change.
 """
 
 from collections.abc import Iterable
@@ -20,21 +21,21 @@ from router.placement.weights import PREFILL_SLOWDOWN_WHILE_DECODING
 from wire.node_state import NodeState
 
 MIN_GAIN_SECONDS = 5.0
-"""Minimum gain of a move, and minimum age of the request, in seconds."""
+"""Seconds that a move must gain in addition to `MIN_SPEEDUP`, and minimum age of the request in seconds."""
 MIN_SPEEDUP = 3
-"""Minimum ratio of the wait on the old node to the wait on the new node, because expected times are inaccurate.
+"""Minimum ratio of the wait on the old node to the wait on the new node. Expected times are inaccurate.
 
-Simulated: with 2 the slowest requests wait longer where machines come and go.
+In simulations of machines that come and go, a ratio of 2 makes the slowest requests wait longer.
 """
 MAX_JUDGED, MAX_EXAMINED, MAX_TARGETS = 64, 256, 16
 """Maximum requests judged in one pass, maximum requests examined in it, and maximum target nodes of each model.
 
-A large cluster handles the rest in later passes.
+In a large cluster, later passes handle the rest.
 """
 
 
 def find_idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
-    """Return the idle nodes by the models that they have, at most `MAX_TARGETS` for each model."""
+    """Return the idle nodes by the name of each model that they have, at most `MAX_TARGETS` for each model."""
     idle: dict[str, list[NodeView]] = {}
     for node in view.nodes:
         if _is_idle(node, ledger):
@@ -53,8 +54,8 @@ def _is_idle(node: NodeView, ledger: ReservationLedger) -> bool:
 def list_movable_requests(requests: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
     """Return the requests that rebalancing may move, oldest first, at most `MAX_EXAMINED`.
 
-    They are in their first attempt, have no first token, and arrived more than `MIN_GAIN_SECONDS` before `now`
-    (monotonic seconds).
+    These requests are in their first attempt, have no first token, and arrived more than `MIN_GAIN_SECONDS` before
+    `now` (monotonic seconds).
     """
     movable = [
         request
@@ -65,11 +66,10 @@ def list_movable_requests(requests: Iterable[ActiveRequest], now: float) -> list
 
 
 def estimate_wait_seconds(here: Candidate) -> float:
-    """Return the expected seconds to the first token of a request that waits on its current node; 0 for an unknown
-    model.
+    """Return the expected seconds to the first token of a request that stays on its node; 0 if the model is unknown.
 
-    The request was judged like a new one. Its prompt is therefore counted twice: as the new prompt, and as one in front
-    of it. One of the two is subtracted.
+    `here` judges the request as if it were new. Its prompt is therefore counted twice: as the new prompt, and as a
+    prompt in front of it. One of the two is subtracted.
     """
     return (
         here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.prefill_tokens / here.model.prefill_speed
@@ -79,5 +79,8 @@ def estimate_wait_seconds(here: Candidate) -> float:
 
 
 def is_worth_moving(here: Candidate, there: Candidate) -> bool:
-    """Return whether a waiting request gains enough by a restart on the node `there`."""
+    """Return whether a request that waits on the node `here` gains enough by a restart on the node `there`.
+
+    Both candidates judge the request as if it were new.
+    """
     return estimate_wait_seconds(here) > MIN_SPEEDUP * there.expected_ttft + MIN_GAIN_SECONDS

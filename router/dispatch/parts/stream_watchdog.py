@@ -1,6 +1,6 @@
-"""Watchdog of answers: keep-alives for silent streams, and the end of readers that fall behind.
+"""Watchdog of answers, which sends keep-alives on silent streams, and ends the streams of readers that fall behind.
 
-Only the request of such a reader is ended and cancelled.
+Ending a stream ends and cancels only its own request.
 """
 
 from collections.abc import Callable, Container
@@ -29,10 +29,11 @@ class _Progress:
 
 
 class StreamWatchdog:
-    """Watchdog of all answers. `apply` applies an event to a request; `interval` is the time between checks in seconds.
+    """Watchdog of all answers.
 
-    An open stream that is blocked, and whose reader takes nothing for `slow_seconds`, is ended. A reader that got no
-    event for `keepalive_seconds` gets a keep-alive.
+    `apply` applies an event to a request. `interval` is the time between two checks in seconds. An open stream that is
+    blocked, and whose reader takes nothing for `slow_seconds`, is ended. A reader that gets no event for
+    `keepalive_seconds` gets a keep-alive.
     """
 
     def __init__(
@@ -52,16 +53,17 @@ class StreamWatchdog:
         self._progress: dict[int, _Progress] = {}
 
     def retain_requests(self, open_requests: Container[int]) -> None:
-        """Remove the progress of all requests that are not open."""
+        """Remove the recorded progress of all requests whose numbers are not in `open_requests`."""
         for number in [number for number in self._progress if number not in open_requests]:
             del self._progress[number]
 
     def check(self, request: ActiveRequest) -> None:
         """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
 
-        Each call counts as one interval. Skipped are collected answers, answers of an upstream, and streams that were
-        ended before. A queued request is skipped as long as its stream is not open and it waits for no model swap. For
-        all answers, discard the token ids of a node that sent more tokens than the limit of the request.
+        Each call counts as one interval. Collected answers, answers of an upstream, and streams that were ended before
+        are skipped. A queued request is skipped while its stream is not open and it waits for no model swap.
+
+        For all answers, discard the token ids if the node sent more tokens than the limit of the request.
         """
         request.tokens.discard_excess()
         answer = request.answer
@@ -84,7 +86,8 @@ class StreamWatchdog:
     def end_oversized(self, request: ActiveRequest) -> None:
         """End a stream that is not read, or a collected answer of more than `MAX_ANSWER_CHARS` characters.
 
-        The caller has found that `buffered` is above `slow_client_bytes`. A shorter collected answer continues.
+        Call this method if `answer.buffered` exceeds the setting `slow_client_bytes`. A shorter collected answer
+        continues.
         """
         if isinstance(request.answer, StreamedAnswer):
             self._end_slow(request, request.answer)
@@ -93,7 +96,7 @@ class StreamWatchdog:
             self._apply(request, Stopped(RequestFailure(FailureCode.ANSWER_TOO_LONG, text)))
 
     def _end_slow(self, request: ActiveRequest, answer: StreamedAnswer) -> None:
-        """End a stream whose reader does not read, also if its request has ended already."""
+        """End a stream whose reader does not read, even if its request has already ended."""
         self._counters.count_slow_client()
         answer.discard()
         if request.outcome is None:

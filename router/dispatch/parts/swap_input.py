@@ -17,7 +17,7 @@ from wire.identity import NodeId
 from wire.report import ROW_COST
 
 MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
-"""Maximum requests examined for each model, the oldest first, and maximum nodes examined for each request."""
+"""Maximum requests examined for each model, oldest first, and maximum nodes examined for each request."""
 
 
 def build_swap_input(
@@ -27,9 +27,10 @@ def build_swap_input(
     ledger: ReservationLedger,
     judge: Callable[[ActiveRequest, NodeView], Candidate],
 ) -> SwapInput:
-    """Build the input of `SwapPlanner.step`.
+    """Return the input of `SwapPlanner.step`.
 
-    `queued` requests are given oldest first, `live` requests are on nodes. `judge` evaluates a node for a request.
+    `queued` has the queued requests, oldest first. `live` has the requests on nodes. `judge` returns a node as a
+    candidate for a request.
     """
     nodes = {node.id: node for node in view.nodes}
     served: dict[str, list[NodeView]] = {}
@@ -59,14 +60,16 @@ def build_swap_input(
 
 
 def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, bool, int]:
-    """Rank a node for examination: nodes with a turn first, then nodes that have loaded or load the model, then the
-    least busy."""
+    """Return the rank of a node; nodes with lower ranks are examined first.
+
+    Nodes with a turn rank first, then nodes that have loaded or load the model, then the least busy nodes.
+    """
     here = node.models[model]
     return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.count_in_flight(node.id)
 
 
 def _estimate_seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
-    """Return the expected remaining seconds of a request on a node; 0 for an unknown model or decode speed."""
+    """Return the expected remaining seconds of a request on a node; 0 if its model or decode speed is unknown."""
     model, account = node.models.get(request.demand.model), ledger.get_account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""Execution of model swaps: performs the actions of `model_swaps.SwapPlanner` on the queue and the reservations."""
+"""Execution of model swaps: perform the actions of `model_swaps.SwapPlanner` on the queue and the reservations."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -46,7 +46,7 @@ class SwapTurns:
         self._planner = SwapPlanner(settings.swap_timeout_seconds)
 
     def update_loaded(self, nodes: Iterable[NodeView]) -> None:
-        """Record the loaded models of nodes with a new report."""
+        """Record which models are loaded on nodes with a new report."""
         self._planner.update_loaded(nodes, self._clock())
 
     def remove_node(self, node: NodeId) -> None:
@@ -54,10 +54,10 @@ class SwapTurns:
         self._planner.remove_node(node)
 
     def advance(self, now: float) -> None:
-        """Advance the model swaps under way, and begin the swaps that are due at `now` (monotonic seconds).
+        """Advance the running model swaps, and begin the swaps that are due at `now` (monotonic seconds).
 
-        Extend the deadline of each queued request that waits for a swap, up to `swap_timeout_seconds` after its
-        arrival. Do nothing without queued requests and swaps.
+        The deadline of each queued request that waits for a swap is extended, at most to `swap_timeout_seconds` after
+        its arrival. Do nothing if no request is queued and no swap is running.
         """
         if not len(self._queue) and not self._ledger.turns:
             return
@@ -81,7 +81,7 @@ class SwapTurns:
         self._changes.mark(ended.turn.node)
 
     def _send_request(self, action: SendRequest, entries: Iterable[QueuedRequest[ActiveRequest]]) -> None:
-        """Send the request for which a node has unloaded models."""
+        """Send the request of a turn to its node, and remove it from the queue if it was sent."""
         entry = next((entry for entry in entries if entry.item.number == action.turn.request), None)
         if entry is None or entry.item.entry is not entry:
             return
@@ -92,7 +92,7 @@ class SwapTurns:
     def _update_wait(
         self, entry: QueuedRequest[ActiveRequest], waits: Mapping[str, SwapTurn | None], now: float
     ) -> None:
-        """Extend the deadline of a request while it waits for a swap, and record the swap."""
+        """Record the swap that a queued request waits for, and extend its deadline; clear the swap if there is none."""
         request, model = entry.item, entry.item.demand.model
         if request.entry is not entry:
             return

@@ -29,9 +29,10 @@ from wire.refusals import RefusalCode, Refused
 
 
 class QueuedRequests:
-    """Queued requests, which have no node. `apply` applies an event to a request. `clock` returns monotonic seconds.
+    """Queued requests, which have no node.
 
-    `timeout_seconds` is the time from queueing to the deadline. A model swap and a pull extend the deadline.
+    `apply` applies an event to a request. `clock` returns monotonic seconds. `timeout_seconds` is the time from
+    queueing to the deadline, which a model swap and a pull extend.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class QueuedRequests:
     def enqueue(self, request: ActiveRequest, action: Enqueue) -> None:
         """Put a request into the queue, or end it with the refusal of the queue.
 
-        A request with a lost attempt is never refused, and room is held for it at once. A request keeps the deadline of
-        an earlier wait, unless a node has admitted the request since.
+        A request with a lost attempt is never refused, and memory is held for it at once. A request keeps the deadline
+        of an earlier wait, unless a node has admitted it since then.
         """
         now, result = self._clock(), action.result
         entry = self._queue.offer(
@@ -98,16 +99,19 @@ class QueuedRequests:
             self._hold_memory(request, result)
 
     def dequeue(self, request: ActiveRequest, _: Dequeue) -> None:
-        """Record the queue time of a request that left the queue, and release its hold. Ignore any other request."""
+        """Record that a request left the queue, count its wait, and release its hold.
+
+        Do nothing for a request that was not queued.
+        """
         if request.entry is not None:
             self._counters.count_queue_exit(self._clock() - request.entry.arrived)
             self._ledger.drop_hold(request.number)
             request.leave_queue()
 
     def withdraw(self, request: ActiveRequest, _: Withdraw) -> None:
-        """Remove a request that ended while queued from the queue; do nothing for other requests.
+        """Remove from the queue a request that ended there. Do nothing for other requests.
 
-        Every node with a model swap is marked as changed, because the swap may be for this request and may block other
+        All nodes with a model swap are marked as changed, because a swap may be for this request and block other
         requests.
         """
         if request.entry is not None:
@@ -119,7 +123,7 @@ class QueuedRequests:
     # retries
 
     def retry_requests(self, nodes: Iterable[NodeId]) -> None:
-        """Try each queued request once in fair order, because these nodes have changed.
+        """Try to place each queued request once, in fair order, because the nodes `nodes` have changed.
 
         A request that fits on one of them is sent to the best of all nodes, unless it must wait for fairness. Memory is
         held for requests that must not wait longer. A request ends if its model can no longer be loaded.
@@ -129,10 +133,10 @@ class QueuedRequests:
         self._queue.place_waiting(self._clock(), lambda request, keep: self._try_request(request, keep, changed))
 
     def _try_request(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
-        """Try a queued request on the changed nodes. Return whether the request has left the queue. Before the change,
-        no other node had room for the request.
+        """Try to place a queued request on the changed nodes. Return whether the request has left the queue.
 
-        With `keep`, hold room on a node for a request that does not fit yet."""
+        No other node had room for the request before. If it does not fit, `keep` tells whether memory is held for it.
+        """
         if self._aliases.start_any(request, lambda: self._start_on_changed(request, changed)):
             return True
         result = self._placer.judge(request, changed, request.demand)
@@ -145,13 +149,14 @@ class QueuedRequests:
         return False
 
     def _start_on_changed(self, request: ActiveRequest, changed: ClusterView) -> bool:
-        """Send a queued request with the model in use if that fits on a changed node; return whether it was sent."""
+        """Send a queued request if its current model fits on a changed node. Return whether the request was sent."""
         result = self._placer.judge(request, changed, request.demand)
         return isinstance(result, Placement) and self._start_request(request)
 
     def _start_request(self, request: ActiveRequest) -> bool:
-        """Send a queued request to the best of all nodes, unless it must wait for fairness (`CrowdRules.must_wait`).
-        Return whether it was sent.
+        """Send a queued request to the best of all nodes. Return whether it was sent.
+
+        It is not sent if it must wait for fairness (`CrowdRules.must_wait`).
         """
         result = self._placer.judge(request, self._placer.view, request.demand)
         if not isinstance(result, Placement) or self._crowds.must_wait(request, result.chosen):
@@ -162,10 +167,10 @@ class QueuedRequests:
         return True
 
     def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
-        """Decide over all nodes where the changed nodes show that waiting may be useless. Return whether the request
-        was sent or ended.
+        """Place a request on all nodes if the changed nodes show that waiting may be useless.
 
-        Waiting may be useless if the model can no longer be loaded there, or only after other models are unloaded.
+        Return whether the request was sent or ended. Waiting may be useless if the changed nodes can no longer load the
+        model, or only after they unload other models.
         """
         if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
@@ -178,9 +183,10 @@ class QueuedRequests:
         return self._assignment.start_at_decider(request, result)
 
     def _hold_memory(self, request: ActiveRequest, result: NoPlacement) -> None:
-        """Hold room on the node that lacks the fewest bytes, unless the request has a hold on a node that is ready.
+        """Hold memory for a request on the node that lacks the fewest bytes.
 
-        Nothing is held on a node that must unload a model for the request, swaps models, or has a hold already.
+        Do nothing if the request has a hold on a node that is ready. No memory is held on a node that must unload a
+        model for the request, swaps models, or has a hold already.
         """
         nodes = {node.id: node for node in self._placer.view.nodes}
         held = nodes.get(self._ledger.find_hold_node(request.number) or NodeId(""))
@@ -201,9 +207,9 @@ class QueuedRequests:
     # deadlines
 
     def expire(self, now: float) -> None:
-        """Send or end the requests whose deadline has passed at `now` (monotonic seconds).
+        """Send or end the queued requests whose deadline has passed at `now` (monotonic seconds).
 
-        The deadline of a request is extended while the model that it needs is being pulled.
+        The deadline of a request is extended while its model is being pulled.
         """
         for entry in self._queue.list_entries():
             if entry.deadline <= now and self._placer.find_pull(entry.item.demand.model) is not None:
@@ -215,7 +221,7 @@ class QueuedRequests:
     def _start_or_end(self, request: ActiveRequest, waited: str) -> None:
         """Send a request whose deadline has passed to a node with room and a link, or end the request.
 
-        `waited` is added to the message of the refusal.
+        `waited` is appended to the message of the refusal.
         """
         text = ""
         result = self._aliases.decide(request)

@@ -13,7 +13,8 @@ from wire.identity import NodeId
 class NodeChanges:
     """Nodes that changed since the last retry of the queued requests.
 
-    The first change schedules a call of `wake` on the event loop; several changes before it make one call.
+    The first change schedules a call of `wake` on the event loop. Further changes before that call do not schedule
+    another call.
     """
 
     def __init__(self, queue: AdmissionQueue[Any], ledger: ReservationLedger, wake: Callable[[], None]) -> None:
@@ -24,9 +25,9 @@ class NodeChanges:
         self._due = False
 
     def mark(self, node: NodeId) -> None:
-        """Record a change of a node, and schedule a call of `wake`.
+        """Record a change of a node, and schedule a call of `wake` unless one is scheduled.
 
-        Do nothing while no request is queued and no model swap is under way.
+        Do nothing while no request is queued and no model swap is running.
         """
         if not (self._ledger.turns or len(self._queue)):
             return
@@ -36,11 +37,11 @@ class NodeChanges:
             asyncio.get_running_loop().call_soon(self._wake)
 
     def begin_retry(self) -> None:
-        """Begin a retry: a further change schedules another call."""
+        """Begin a retry. The next change then schedules another call of `wake`."""
         self._due = False
 
     def take_nodes(self) -> set[NodeId]:
-        """Return the changed nodes, and start from none."""
+        """Return the nodes that changed since the last call, and forget them."""
         changed, self._changed = self._changed, set()
         return changed
 
@@ -55,21 +56,20 @@ class DrainWaits:
     def __init__(self, ledger: ReservationLedger) -> None:
         self._ledger = ledger
         self.waits: dict[NodeId, list[asyncio.Event]] = {}
-        """Events of the callers that wait for each node; read-only outside of this class."""
+        """Events of the callers that wait for each node. Only this class may change them."""
 
     def add_wait(self, node: NodeId) -> asyncio.Event:
         """Return an event that is set when the last request leaves the node, or by `end_uncordoned`.
 
-        Pass the event to `remove_wait` after the wait.
-
-        If the node has no request now, the event is not set.
+        The event is not set if the node has no request at the time of this call. Pass the event to `remove_wait` after
+        the wait.
         """
         empty = asyncio.Event()
         self.waits.setdefault(node, []).append(empty)
         return empty
 
     def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
-        """End the wait of the event `empty`, unless `end_uncordoned` has ended it."""
+        """Remove an event of `add_wait`. Do nothing if `end_uncordoned` has already removed it."""
         waits = self.waits.get(node, [])
         if empty in waits:
             waits.remove(empty)
@@ -77,9 +77,10 @@ class DrainWaits:
             self.waits.pop(node, None)
 
     def end_uncordoned(self, before: Mapping[NodeId, NodeView], changed: Iterable[NodeView]) -> list[NodeId]:
-        """End the waits for nodes that are uncordoned now, although they may have requests.
+        """End the waits for nodes that were uncordoned, even if these have requests.
 
-        `before` has the former views of the nodes. Return the nodes for which a caller still waits.
+        `before` has the former views of the nodes, `changed` the new views. Return the nodes for which a caller still
+        waits.
         """
         for node in changed:
             former = before.get(node.id)
@@ -89,7 +90,7 @@ class DrainWaits:
         return list(self.waits)
 
     def notify(self, node: NodeId) -> None:
-        """Set the events of a node if it has no request."""
+        """Set the events of a node if it has no request of this router."""
         if node in self.waits and not self._ledger.count_in_flight(node):
             for empty in self.waits[node]:
                 empty.set()
