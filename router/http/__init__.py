@@ -1,1 +1,1 @@
-"""HTTP side of the router: routes, server-sent events and exchanges."""
+"""HTTP side of the router: the ASGI app with its routes, exchanges, server-sent events, and upstreams."""

@@ -1,8 +1,8 @@
 """ASGI app of the router: serves the routes of inference, model lists and health. Other paths go to the control app.
 
-These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
-checked before a body is read, and a body is bounded before it is parsed. At the end of an exchange each of its
-`ActiveRequest`s is closed: one without an outcome is cancelled on its node.
+These routes have no framework and no middleware, so that a token passes from the dispatcher through the request to one
+call of `send`. Keys are checked before a body is read, and the size of a body is limited before it is parsed. At the
+end of an exchange, each of its `ActiveRequest`s is closed, which cancels a request without an outcome on its node.
 """
 
 import asyncio
@@ -67,26 +67,26 @@ RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
 FORWARDED = frozenset({CHAT, COMPLETIONS})
-"""Routes whose requests an upstream may take."""
+"""Paths of the routes whose requests an upstream may take."""
 OLLAMA_PATHS = UNSUPPORTED_ROUTES | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
-"""Ollama's routes on which no model answers."""
+"""Paths of Ollama's API on which no model answers."""
 
 __all__ = ["App", "RouterApp", "build_openapi_paths", "build_openapi_schemas"]
 
 
 class Forwarder(Protocol):
-    """Interface of `router.http.upstream.forward.UpstreamForwarder`, which is loaded only with upstreams."""
+    """Interface of `router.http.upstream.forward.UpstreamForwarder`, which is imported only if there are upstreams."""
 
     async def forward(self, exchange: Exchange, request: ActiveRequest, body: bytes) -> None:
-        """Pass a request with this body on to its upstream, and answer the client."""
+        """Pass a request with the body `body` on to its upstream, and answer the client."""
         ...
 
 
 class RouterApp:
     """ASGI app of the routes of inference, model lists and health.
 
-    `control` is the ASGI app for every other path and for websockets. `clock` returns Unix seconds.
-    `forwarder` passes requests on to upstreams; None without upstreams.
+    `control` is the ASGI app for every other path and for websockets. `clock` returns Unix seconds. `forwarder` passes
+    requests on to upstreams; None if there are no upstreams.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class RouterApp:
             "/v1/rerank": RerankRoute(strict=strict),
             "/v2/rerank": CohereRerankRoute(strict=strict),
         }
-        """Dialect of each route on which models answer, by its path."""
+        """Dialect of each route on which models answer, by path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope: answer a request to a route of the router, or pass the scope to the control app.
@@ -201,20 +201,23 @@ class RouterApp:
         await respond.generate(exchange, self._dispatcher, parsed, [replace(specs[0], may_leave_pool=True)], forward)
 
     def _may_forward(self, specs: Sequence[RequestSpec]) -> bool:
-        """Return whether an upstream may take a request: it has one prompt, and may name an alias with an upstream."""
+        """Return whether a request has one prompt and may name an alias with an upstream, which can then take it."""
         dispatcher = self._dispatcher
         return len(specs) == 1 and dispatcher.names.may_mean_upstream(specs[0].demand.model, dispatcher.view)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
-        """Refuse an invalid request, or a token count for any reason, and record it for `cluster explain`."""
+        """Answer with the problem of an invalid request or of a refused token count, and record it in the history."""
         self._dispatcher.history.record_invalid(self._dispatcher.get_time(), exchange.request_id, key.id, problem)
         await exchange.refuse(problem)
 
     async def _read_parsed(
         self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
     ) -> P | Problem | None:
-        """Read and parse a body; return None if the client left. A long body counts towards the limit of its key
-        (`BodyIntake`)."""
+        """Receive and parse a body. Return the result of `parse`, a problem, or None if the client disconnected.
+
+        A body of more than `MAX_INLINE_BYTES` counts towards the limit of its key (`BodyIntake`), and is parsed in a
+        worker thread.
+        """
         taken = 0
 
         async def reserve(size: int) -> Problem | None:
@@ -334,10 +337,10 @@ class RouterApp:
 
 
 def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-    """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403.
+    """Check the method, API key and scope of a request. Return the key, or a problem with status 405, 401 or 403.
 
-    A request without a key has the key `KeyRing.anonymous`, if that is set and no proxy forwarded the request. A wrong
-    key is counted in `KeyRing.refused`.
+    A request without a key has the key `KeyRing.anonymous`, if that is set and no proxy has forwarded the request. A
+    wrong key is counted in `KeyRing.refused`.
     """
     if exchange.method not in methods:
         return build_wrong_method(exchange.method, ", ".join(methods))
@@ -351,7 +354,7 @@ def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope
 
 
 async def serve_not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer every path with 404, and refuse websockets. A router without a control app uses this app."""
+    """Answer every path with 404, and refuse websockets. This is the ASGI app of a router without a control app."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close"})  # before an accept the server answers with 403

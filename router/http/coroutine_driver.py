@@ -1,10 +1,11 @@
-"""Driver of a coroutine without a Task: runs the first step at once, later steps when the awaited Future is done.
+"""Driver of a coroutine without a Task: runs the first step at once, and later steps when the awaited Future is done.
 
-A Task costs a step of its own for every wake-up, and touches the frames of all callers each time. For one token of one
-stream that is more than the rest of the router's work. ASGI's `send` almost never waits (only when the transport is
-full) and `receive` waits once. Both are therefore run from callbacks on the event loop. A driven coroutine must wait
-for asyncio Futures only and must not ask for the current task. That holds for the server's own `send` and `receive`; no
-middleware may therefore stand between the server and the ASGI app.
+A Task takes an extra step of the event loop for every wake-up, and each time resumes the frames of all callers. For one
+token of a stream, that costs more than the rest of the router's work. ASGI's `send` waits only while the transport is
+full, and `receive` waits once. Both are therefore run from callbacks on the event loop.
+
+A driven coroutine must await only asyncio Futures, and must not ask for the current task. The server's own `send` and
+`receive` comply. Middleware between the server and the ASGI app might not, and is therefore not allowed.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ Step = Coroutine[Any, Any, Any]
 class CoroutineDriver:
     """Driver of one coroutine at a time.
 
-    `ended` is called with the value of a coroutine at its end. After an exception the value is None, and the loop's
-    exception handler gets the exception.
+    `ended` is called at the end of a coroutine with its result. If the coroutine raises an exception, the result is
+    None, and the loop's exception handler gets the exception.
     """
 
     __slots__ = ("_coroutine", "_ended", "_future")
@@ -31,7 +32,7 @@ class CoroutineDriver:
     def wait_for(self, coroutine: Step, future: "asyncio.Future[Any] | None") -> None:
         """Continue a coroutine when `future` is done, or at the next iteration of the loop if `future` is None.
 
-        The caller has run the coroutine's first step, which yielded `future`.
+        The caller must have run the first step of the coroutine, which yielded `future`.
         """
         self._coroutine = coroutine
         if future is None:  # a bare yield: continue at the next iteration of the loop
@@ -42,15 +43,14 @@ class CoroutineDriver:
         future.add_done_callback(self._step)
 
     def run(self, coroutine: Step) -> None:
-        """Run a coroutine from its first step. `ended` is called at its end, perhaps before this method returns."""
+        """Run a coroutine from its first step. `ended` is called at its end, possibly before this method returns."""
         self._coroutine = coroutine
         self._step()
 
     def close(self) -> None:
         """Abort the running coroutine without calling `ended`.
 
-        This also drops the reference to `ended`. Otherwise each request would leave a reference cycle for the garbage
-        collector.
+        This also drops the reference to `ended`. The driver then leaves no reference cycle for the garbage collector.
         """
         self._ended = _ignore
         coroutine, self._coroutine = self._coroutine, None

@@ -16,24 +16,23 @@ from wire.identity import is_valid_request_id
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 ReserveBody = Callable[[int], Awaitable[Problem | None]]
-"""Function that waits until a body of the given bytes may be received, or returns the problem for a refused body."""
+"""Function that waits until a body of a number of bytes may be received. It returns a problem to refuse the body."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
 """Counter for new request ids, which are unique but not secret."""
 MAX_INLINE_BYTES = 64 * 1024
-"""Maximum body that is parsed on the event loop, in bytes."""
+"""Maximum bytes of a body that is parsed on the event loop."""
 CLIENT_CLOSED = 499
-"""Status for counters, never sent: the client left before an answer."""
+"""Status, for counters only, of an exchange whose client disconnected before an answer."""
 
 
 class Exchange:
     """One HTTP request and its answer.
 
-    `style` selects the dialect of errors. `status` is the status of the answer; `CLIENT_CLOSED` before an answer
-    begins.
-    `request_id` is the client's `x-request-id` if that is valid, else a new id.
+    `style` selects the dialect of errors. The attribute `status` is the status of the answer, and `CLIENT_CLOSED`
+    before an answer begins. `request_id` is the client's `x-request-id` if that is valid, else a new id.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
@@ -56,22 +55,25 @@ class Exchange:
         return next((value for known, value in self.headers if known == name), None)
 
     def build_id_headers(self) -> list[Header]:
-        """Return the headers that carry the id of the request, in the names of the dialect."""
+        """Return the headers with the id of the request, which have the names that the dialect uses."""
         return [(name, self.request_id.encode()) for name in self.style.names]
 
     def begin(self, status: int = 200) -> None:
-        """Record that an answer begins whose body the caller sends."""
+        """Record that the caller now sends an answer with this status itself."""
         self.status = status
 
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
-        """Send a whole JSON answer, with `headers` in addition to those of each answer. A HEAD request gets no body."""
+        """Send a complete JSON answer. A HEAD request gets no body.
+
+        `headers` are added to the content type, the content length and the id of the request.
+        """
         self.status = status
         head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.build_id_headers()]
         await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
-        """Send a problem as the answer, with `headers` in addition to the headers of the problem."""
+        """Send a problem as the answer, in the dialect. `headers` are added to the headers of the problem."""
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.build_headers() + (headers or []))
 
@@ -82,12 +84,14 @@ class Exchange:
     async def receive_body(
         self, settings: RouterSettings, reserve: ReserveBody | None = None
     ) -> bytes | Problem | None:
-        """Receive the body, within the limits of size and time in `settings`.
+        """Receive and return the body, within the limits of size and time in `settings`.
 
-        Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end. An
-        invalid `content-length` counts as too long. When more than `MAX_INLINE_BYTES` have arrived before the end of
-        the body, `reserve` is awaited once with the maximum size of the body. A problem that `reserve` returns ends the
-        reception and is returned. The timeout of the body is suspended during `reserve` and then starts again in full.
+        Return a problem if the body is too long (413) or too slow (408), and None if the client disconnects before its
+        end. An invalid `content-length` counts as too long.
+
+        When more than `MAX_INLINE_BYTES` have arrived before the end of the body, `reserve` is awaited once with the
+        maximum size of the body in bytes. A problem that `reserve` returns ends the reception and is returned. The
+        timeout of the body is suspended during `reserve` and then starts again in full.
         """
         limit = settings.max_body_bytes
         length = self.get_header(b"content-length")
@@ -123,8 +127,10 @@ def choose_request_id(headers: Iterable[Header]) -> str:
 
 
 async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
-    """Receive into `body`. Return True at its end, False beyond `pause` bytes, a problem beyond `limit` bytes, and None
-    if the client left.
+    """Append received parts to `body`, until its end or a limit.
+
+    Return True at the end, False beyond `pause` bytes, a problem beyond `limit` bytes, and None if the client
+    disconnects.
     """
     while True:
         part = await receive()
@@ -140,9 +146,9 @@ async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: i
 
 
 class DisconnectWatch:
-    """Watcher that calls `on_disconnect` when the client leaves or the reception fails.
+    """Watcher that calls `on_disconnect` when the client disconnects or the reception fails.
 
-    The watch begins at its creation, which calls `on_disconnect` if the client has left already. The caller must
+    The constructor begins the watch, and calls `on_disconnect` if the client has already disconnected. The caller must
     `close` the watch.
     """
 
@@ -150,14 +156,14 @@ class DisconnectWatch:
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
         self.disconnected = False
-        """Whether the client has left or the reception has failed."""
+        """Whether the client has disconnected or the reception has failed."""
         self._receive = cast("Callable[[], Step]", receive)
         self._on_disconnect = on_disconnect
         self._stepper = CoroutineDriver(self._handle_message)
         self._stepper.run(self._receive())
 
     def close(self) -> None:
-        """Stop watching; `on_disconnect` is not called any more."""
+        """End the watch. After this call, `on_disconnect` is not called."""
         self._on_disconnect = _do_nothing
         self._stepper.close()
 

@@ -1,7 +1,7 @@
-"""Answer a request in any dialect: submit, wait, send the answer, and close every `ActiveRequest`.
+"""Answer a request in any dialect: submit it, wait for the answer, and send the answer.
 
-Every `ActiveRequest` that is opened here is closed here, whether the request is answered, refused, failed or cancelled
-by its client.
+Every `ActiveRequest` that this module opens is also closed here, whether the request is answered, refused, failed or
+cancelled by its client.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,11 +20,11 @@ from router.worker_thread import run_in_worker
 from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
-"""Header that names ignored fields and tools."""
+"""Header of an answer with the ignored fields and tools of its request."""
 MODEL = b"x-macpool-model"
-"""Header of the answer to a request that names an alias: the model that answers."""
+"""Header of an answer with the model that answers, for a request that names an alias."""
 Answered = ActiveRequest | MergedRequest
-"""Request of a client: one for the dispatcher, or one for each prompt."""
+"""Request of a client: one request for the dispatcher, or several, one for each prompt."""
 Forward = Callable[[Exchange, ActiveRequest], Awaitable[None]]
 """Function that passes a request on to its upstream and answers the client."""
 
@@ -38,10 +38,11 @@ async def generate(
 ) -> None:
     """Answer a request with a valid body: submit one request per prompt, and send the combined answer.
 
-    `specs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
-    request is refused or fails, send the error as the response, or as the last event if the stream has begun. Cancel
-    all requests when the client disconnects. `forward` passes a single request on to an upstream; None if no upstream
-    may take it.
+    `specs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect.
+    `forward` passes a single request on to an upstream; None if no upstream may take it.
+
+    If a request is refused or fails, the error is the response, or the last event if the stream has begun. All requests
+    are cancelled when the client disconnects.
     """
     requests: list[ActiveRequest] = []
 
@@ -70,7 +71,7 @@ async def generate(
 
 
 async def _wait_for_start(answer: StreamedAnswer | CollectedAnswer) -> None:
-    """Wait until an upstream must take the request, a stream can begin, or the outcome is known."""
+    """Wait until the request must be passed on to an upstream, its stream can begin, or its outcome is known."""
     while not (answer.outcome is not None or answer.upstream or (isinstance(answer, StreamedAnswer) and answer.ready)):
         await answer.wait()
 
@@ -91,7 +92,7 @@ async def _send_complete(
 async def _send_stream(
     exchange: Exchange, parsed: ParsedRequest, request: Answered, answer: StreamedAnswer | MergedStream
 ) -> None:
-    """Answer with events. Until the first delta or keep-alive, an error can still set the HTTP status."""
+    """Answer with events. Before the first delta or keep-alive, a refusal or failure still sets the HTTP status."""
     while not answer.ready:
         await answer.wait()
     outcome = answer.outcome
@@ -120,7 +121,7 @@ def _build_request_headers(request: Answered) -> list[Header]:
 
 
 def build_optional_headers(request: Answered) -> list[Header]:
-    """Return the optional headers of an answer: ignored fields and tools, the model of an alias, the key's rates."""
+    """Return the optional headers of an answer: ignored fields and tools, model of an alias, and rates of the key."""
     ignored = request.spec.ignored
     headers = build_ignored_header(ignored) if ignored else []
     if request.alias is not None:
@@ -140,5 +141,5 @@ def build_optional_headers(request: Answered) -> list[Header]:
 
 
 def build_ignored_header(ignored: Sequence[str]) -> list[Header]:
-    """Return the header that names the ignored fields and tools of a request; empty if there are none."""
+    """Return a list of the header that names the ignored fields and tools of a request; empty if there are none."""
     return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

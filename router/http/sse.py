@@ -1,8 +1,8 @@
-"""Server-sent events: output of a stream, and the pump that fills it from a request.
+"""Server-sent events: the output of a stream, and the pump that fills it with the deltas of a request.
 
 A token passes through `Dispatcher.receive` → `StreamedAnswer.flush` → `StreamPump.pump` → `EventStream.push` → the
-transport, in one synchronous call. When the write buffer of the transport is full, a callback completes the `push`.
-Deltas then wait in the request, whose bound ends a stream that is not read.
+transport, in one synchronous call. If the write buffer of the transport is full, a callback later completes the `push`.
+Deltas then wait in the answer. Its limit ends a stream that is not read.
 """
 
 import asyncio
@@ -26,36 +26,36 @@ _LEFT = from_failure(CANCELLED.code, CANCELLED.message)
 
 
 class EventSink(Protocol):
-    """Output of a `StreamPump`, which accepts whole server-sent events. `EventStream` is an implementation."""
+    """Output of a `StreamPump`, which accepts complete server-sent events. `EventStream` implements it."""
 
     busy: bool
     """Whether a push waits for the transport."""
 
     def call_when_ready(self, then: Callable[[], None]) -> None:
-        """Register `then`, which is called after each delayed push that is not the last."""
+        """Call `then` after each push that had to wait for the transport, except the last push."""
         ...
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`.
+        """Send complete events. Return False if they wait for the transport. Do not call this method while `busy`.
 
-        `last` ends the stream.
+        `last` ends the stream after these events.
         """
         ...
 
     def abandon(self) -> None:
-        """End the stream, and abort a delayed push."""
+        """End the stream, and abort a push that waits for the transport."""
         ...
 
 
 class EventSource(Protocol):
-    """Input of a `StreamPump`: a `StreamedAnswer`, or several combined into one."""
+    """Input of a `StreamPump`: a `StreamedAnswer`, or a `MergedStream` of several."""
 
     def attach(self, sink: Callable[[], None]) -> None:
-        """Call `sink` whenever there are new deltas, an outcome, or a keep-alive that is due."""
+        """Call `sink` from now on whenever there are new deltas, an outcome, or a keep-alive that is due."""
         ...
 
     def detach(self) -> None:
-        """Stop calling the sink."""
+        """Remove the sink, which is then not called any more."""
         ...
 
     def set_blocked(self, blocked: bool) -> None:
@@ -64,17 +64,17 @@ class EventSource(Protocol):
 
     @property
     def waits_for(self) -> str:
-        """Reason of a wait, for the client; empty without one."""
+        """Reason why the request waits, as shown to the client; empty if it does not wait."""
         ...
 
     @property
     def keepalive_due(self) -> bool:
-        """Whether a keep-alive is due, because nothing was sent for a while; False after `take_deltas`."""
+        """Whether a keep-alive is due, because nothing was sent for some time. `take_deltas` sets it to False."""
         ...
 
     @property
     def pending(self) -> Sequence[Delta] | bool:
-        """True, or not empty, while there are deltas that `take_deltas` has not returned."""
+        """Value that is true while there are deltas that `take_deltas` has not returned."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class EventSource(Protocol):
     def take_deltas(self) -> list[Delta]:
         """Return pending deltas in order, and reset `keepalive_due`.
 
-        The list may not have all of them: `pending` is then still true.
+        The list may have only the first of them. `pending` is then still true.
         """
         ...
 
@@ -93,8 +93,8 @@ class EventSource(Protocol):
 class EventStream:
     """Streamed answer of an exchange, with status 200.
 
-    `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
-    If the transport raises at once, `done` has the exception. The loop's exception handler gets a later exception.
+    `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended. If a
+    push raises an exception at once, `done` gets the exception. The loop's exception handler gets a later exception.
     """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")
@@ -108,14 +108,14 @@ class EventStream:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def open(self, headers: list[Header], kind: bytes = EVENTS) -> None:
-        """Send status 200 and the headers; `kind` is the content type."""
+        """Send status 200, the headers of a stream, and `headers`. `kind` is the content type."""
         head = [(b"content-type", kind), *_HEADERS, *headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`.
+        """Send complete events. Return False if they wait for the transport. Do not call this method while `busy`.
 
-        `last` ends the stream. If the transport raises at once, the exception is set on `done`.
+        `last` ends the stream after these events. If the transport raises an exception at once, `done` gets it.
         """
         self._last = last
         step = self._send({"type": "http.response.body", "body": events, "more_body": not last})
@@ -133,11 +133,11 @@ class EventStream:
         return False
 
     def call_when_ready(self, then: Callable[[], None]) -> None:
-        """Register `then`, which is called after each delayed push that is not the last."""
+        """Call `then` after each push that had to wait for the transport, except the last push."""
         self._ready = then
 
     def abandon(self) -> None:
-        """End the stream, and abort a delayed push."""
+        """End the stream, and abort a push that waits for the transport."""
         self._finish()
 
     def _finish_push(self, _value: object) -> None:
@@ -159,7 +159,7 @@ class EventStream:
 
 
 class StreamPump:
-    """Pump from a request to its stream: takes deltas, encodes them with `chunks`, and pushes the events to `stream`.
+    """Pump that takes the deltas of `source`, encodes them with `chunks`, and pushes the events to `stream`.
 
     The constructor attaches the pump to its source and its stream, and sends the pending deltas.
     """
@@ -181,7 +181,7 @@ class StreamPump:
     def pump(self) -> None:
         """Send the pending deltas, the end, or a keep-alive. Called for every token of a stream.
 
-        Do nothing while a push waits for the transport, but abandon the stream of a client that does not read.
+        While a push waits for the transport, nothing is sent. The stream is abandoned then if the outcome is `SLOW`.
         """
         source, stream = self._source, self._stream
         if stream.busy:
@@ -209,7 +209,7 @@ class StreamPump:
                 return
 
     def _encode_beginning(self, taken: list[Delta]) -> bytes:
-        """Return the events of deltas, with the opening of the stream before the first event and before the end."""
+        """Return the events of deltas, which begin with the opening of the stream if there are events or it ends."""
         source = self._source
         if self._opening is None and (taken or source.outcome is not None):
             self._opening = self._chunks.encode_opening()  # first, because some dialects number their events
@@ -230,7 +230,7 @@ class StreamPump:
 
 
 def build_problem(outcome: Outcome) -> Problem | None:
-    """Return the problem to send for an outcome. Return None for a success, or if the client left or does not read."""
+    """Return the problem to send for an outcome; None for a complete answer, `CANCELLED` and `SLOW`."""
     if outcome is CANCELLED or outcome is SLOW or isinstance(outcome, Finished):
         return None
     return from_refused(outcome) if isinstance(outcome, Refused) else from_failure(outcome.code, outcome.message)

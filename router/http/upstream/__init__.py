@@ -1,1 +1,1 @@
-"""Upstreams: the HTTP client of other servers with OpenAI's API, and the passing on of requests to them."""
+"""Upstreams: an HTTP client for other servers with OpenAI's API, which passes requests on to them."""

@@ -1,8 +1,8 @@
-"""HTTP client of one upstream: connections, bounds of time, and the sentence for every failure.
+"""HTTP client of one upstream: connections, timeouts, and an error message for every failure.
 
-TLS is verified, redirects are not followed, and no proxy and no credentials are taken from the environment. OpenSSL's
-`SSL_CERT_FILE` and `SSL_CERT_DIR` apply, `SSLKEYLOGFILE` does not. The API key is only in the header of requests: no
-log, error or representation of an object contains it.
+TLS certificates are verified, redirects are not followed, and the environment sets no proxy and no credentials.
+OpenSSL's `SSL_CERT_FILE` and `SSL_CERT_DIR` apply, but `SSLKEYLOGFILE` does not. The API key is sent only in the header
+of requests. No log, error or representation of an object contains it.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ from router.upstreams import UpstreamSettings
 MAX_KEY_BYTES = 4096
 MAX_ERROR_BYTES = 64 * 1024
 MAX_REASON_CHARS = 300
-"""Maximum characters of an upstream's own message in an error."""
+"""Maximum characters of an upstream's message that are quoted in an error."""
 MAX_CONNECTIONS = 64
 REST_SECONDS = 1.0
-"""Maximum seconds to receive the rest of an upstream's answer, after the client has the complete answer."""
+"""Maximum seconds to receive the rest of an upstream's answer after the client has the complete answer."""
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
-"""Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
+"""Statuses for a fault of the request, for which the client gets the message of the upstream."""
 
 
 class UpstreamError(Exception):
-    """Failure of an upstream. The text is one sentence with the name of the upstream."""
+    """Raised if an upstream fails or refuses a request. The message names the upstream."""
 
     def __init__(
         self,
@@ -47,24 +47,25 @@ class UpstreamError(Exception):
         super().__init__(message)
         self.message = message
         self.outcome = outcome
-        """One of `router.dispatch.counters.UPSTREAM_OUTCOMES`."""
+        """Outcome for counters, one of `router.dispatch.counters.UPSTREAM_OUTCOMES`."""
         self.status = status
-        """Status of the answer to the client."""
+        """HTTP status of the answer to the client."""
         self.retry_after = retry_after
-        """Retry-After in seconds; None without one."""
+        """Seconds for the header Retry-After; None for no header."""
         self.is_fault = is_fault
-        """Whether the circuit breaker of the upstream counts this as a fault."""
+        """Whether the circuit breaker of the upstream counts this error as a fault."""
 
 
 class KeyFileError(Exception):
-    """Error for a file of a key or of an authority that cannot be used. The text names the file and the fault."""
+    """Raised if the file of an API key or of certificate authorities cannot be used. The message names the reason."""
 
 
 def read_key_file(file: Path) -> str:
-    """Return the API key in a file that only its owner can read, without white space around the key.
+    """Return the API key in a file that only its owner can read, without surrounding white space.
 
-    Raise `KeyFileError` for a file that cannot be read, is not regular, or gives a permission to its group or to other
-    users. Raise it also unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
+    Raise `KeyFileError` if the file cannot be read, is not a regular file, or gives its group or other users a
+    permission. Raise it also if the key is empty, is longer than `MAX_KEY_BYTES`, or has a character that is not
+    printable ASCII or is a space.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -83,8 +84,10 @@ def read_key_file(file: Path) -> str:
 
 
 def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "UpstreamClient"]:
-    """Create the client of each upstream. Raise `KeyFileError` for a file of a key or an authority that cannot be
-    used."""
+    """Create and return the client of each upstream, by name.
+
+    Raise `KeyFileError`, with the name of the setting, if the file of a key or of an authority cannot be used.
+    """
     clients: dict[str, UpstreamClient] = {}
     for name, settings in upstreams.items():
         try:
@@ -98,11 +101,11 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
 
 
 def create_tls_context(authority: str | None) -> ssl.SSLContext:
-    """Return a context that verifies an upstream's certificate, by the file `authority`, or if that is None, by the
-    system's authorities.
+    """Return a TLS context that verifies the certificate of an upstream.
 
-    The context ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise
-    `OSError` for a file that cannot be used.
+    `authority` is the path of a file with trusted authorities; None trusts those of the system. The context ignores
+    `SSLKEYLOGFILE`, because the secrets in that file would decrypt recorded requests with the API key. Raise `OSError`
+    if the file cannot be used.
     """
     context = ssl.create_default_context(cafile=authority)
     cast("Any", context).keylog_filename = None
@@ -110,9 +113,9 @@ def create_tls_context(authority: str | None) -> ssl.SSLContext:
 
 
 async def _read_rest(received: AsyncIterator[bytes]) -> None:
-    """Read the rest of an answer that the client has completely, because only then can the connection be used again.
+    """Receive and discard the rest of an answer, which makes the connection available for another request.
 
-    Stop without an error after `REST_SECONDS`.
+    Stop without an error after `REST_SECONDS` or at a failure of the connection.
     """
     with suppress(TimeoutError, httpx2.HTTPError, httpx2.StreamError):
         async with asyncio.timeout(REST_SECONDS):
@@ -121,9 +124,9 @@ async def _read_rest(received: AsyncIterator[bytes]) -> None:
 
 
 class UpstreamClient:
-    """HTTP client of the upstream `name`. `key` is the API key for that server; empty without one.
+    """HTTP client of the upstream `name`. `key` is the API key for that server; empty for none.
 
-    Raise `OSError` if `settings.ca_file` cannot be used.
+    The constructor raises `OSError` if `settings.ca_file` cannot be used.
     """
 
     def __init__(self, name: str, settings: UpstreamSettings, key: str = "") -> None:
@@ -151,10 +154,12 @@ class UpstreamClient:
     async def request(self, path: str, body: bytes, *, stream: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
         """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
 
-        `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for any other status
-        or type, for a compressed answer, and for every failure of the connection. That includes `connect_seconds`
-        without a connection or a free place, and `idle_seconds` (without `stream`: `total_seconds`) without bytes. At
-        the end of the block, wait at most `REST_SECONDS` for bytes that were not read.
+        `stream` selects the type of the answer: events, or one JSON object. At the end of the block, wait at most
+        `REST_SECONDS` for bytes that were not read.
+
+        Raise `UpstreamError` for any other status or type, for a compressed answer, and for every failure of the
+        connection. Failures include `connect_seconds` without a connection or a free place, and `idle_seconds` without
+        bytes. The latter limit is `total_seconds` unless `stream`.
         """
         settings = self.settings
         idle = settings.idle_seconds if stream else settings.total_seconds
@@ -193,11 +198,11 @@ class UpstreamClient:
         *,
         is_fault: bool = True,
     ) -> UpstreamError:
-        """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
+        """Return an error about this upstream, whose message is the name of the upstream followed by `text`.
 
-        `outcome` is one of `counters.UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and
-        `retry_after` its Retry-After in seconds, None without one. `is_fault` is whether the error counts as a fault of
-        the upstream.
+        `outcome` is one of `counters.UPSTREAM_OUTCOMES`. `status` is the HTTP status of the answer to the client.
+        `retry_after` is the value of its header Retry-After in seconds; None for no header. `is_fault` tells whether
+        the error counts as a fault of the upstream.
         """
         return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after, is_fault=is_fault)
 
@@ -229,7 +234,7 @@ class UpstreamClient:
         return self.build_error(f"answered {status}")
 
     async def _read_reason(self, response: httpx2.Response) -> str:
-        """Return the message of an error answer of OpenAI's shape; empty for any other."""
+        """Return the message in an error answer of OpenAI's format; empty for an answer of any other format."""
         received = b""
         async for part in response.aiter_raw():
             received += part
@@ -242,7 +247,7 @@ class UpstreamClient:
         return self._clean(message) if isinstance(message, str) else ""
 
     def _clean(self, text: str) -> str:
-        """Return a text of the upstream as one short printable line without the key."""
+        """Return a text of the upstream as one printable line without the key, cut after `MAX_REASON_CHARS`."""
         hidden = text.replace(self._key, "(key)") if self._key else text
         line = " ".join(hidden.split())
         return "".join(character for character in line if character.isprintable())[:MAX_REASON_CHARS]

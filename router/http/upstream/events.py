@@ -1,7 +1,8 @@
-"""Server-sent events of an upstream: parser with bounds, and the edits of one event. Does no I/O.
+"""Server-sent events of an upstream: a parser with limits, and functions that read one event. Does no I/O.
 
-Bytes of an upstream are not trusted. A line or event above `MAX_EVENT_BYTES` raises `UpstreamStreamError`. Data other
-than `DONE` that is no JSON object, an error, or an answer without a list of choices also raises it.
+The bytes of an upstream are not trusted. `UpstreamStreamError` is raised for a line or an event of more than
+`MAX_EVENT_BYTES`. It is also raised for data that is not a JSON object, an error, and an answer without a list of
+choices.
 """
 
 from typing import Annotated, Any, cast
@@ -9,7 +10,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 MAX_EVENT_BYTES = 1024 * 1024
-"""Maximum bytes of one event, and of one line."""
+"""Maximum bytes of an event, and of a line."""
 DONE = b"[DONE]"
 """Data of the event that ends a stream."""
 
@@ -18,7 +19,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
 class UpstreamStreamError(ValueError):
-    """Error for a stream that is no stream of OpenAI's events. The text describes the fault."""
+    """Raised if an answer does not have the format of OpenAI's API. The message describes the fault."""
 
 
 class EventReader:
@@ -30,7 +31,7 @@ class EventReader:
         self._size = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of the events that `received` completes. The data of a comment is empty.
+        """Return the data of the events that `received` completes, in order. The data of a comment is empty.
 
         Raise `UpstreamStreamError` for an event or a line of more than `MAX_EVENT_BYTES`.
         """
@@ -45,8 +46,10 @@ class EventReader:
         return events
 
     def _read_line(self, line: bytes) -> bytes | None:
-        """Read one line. Return the data of the event that it ends, empty data for a comment, and None for any other
-        line. Raise `UpstreamStreamError` for a line that exceeds the limit, also together with the data before it."""
+        """Parse one line. Return the data of the event that it ends, empty data for a comment, else None.
+
+        Raise `UpstreamStreamError` if the line and the data of its event before it exceed `MAX_EVENT_BYTES`.
+        """
         if self._size + len(line) > MAX_EVENT_BYTES:
             raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
         if line.startswith(b":"):
@@ -70,7 +73,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise `UpstreamStreamError` for anything else."""
+    """Parse a JSON object. Raise `UpstreamStreamError` if `data` is anything else."""
     try:
         parsed = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -81,8 +84,10 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def check_answer(answer: dict[str, Any]) -> list[Any]:
-    """Return the choices of an answer or a chunk, which may be empty. Raise `UpstreamStreamError` for an error, and
-    without a list of choices."""
+    """Return the choices of an answer or a chunk, which may be empty.
+
+    Raise `UpstreamStreamError` if it has an error or no list of choices.
+    """
     if answer.get("error"):
         raise UpstreamStreamError("sent an error in place of an answer")
     choices = answer.get("choices")
@@ -92,7 +97,7 @@ def check_answer(answer: dict[str, Any]) -> list[Any]:
 
 
 def read_usage(answer: dict[str, Any]) -> Usage | None:
-    """Return the token counts of an answer or a chunk; None without valid counts."""
+    """Return the token counts of an answer or a chunk; None if it has no valid counts."""
     usage = answer.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -111,5 +116,5 @@ def read_usage(answer: dict[str, Any]) -> Usage | None:
 
 
 def is_finished(choices: list[Any]) -> bool:
-    """Return whether a chunk ends a choice."""
+    """Return whether any of the choices of a chunk ends with it."""
     return any(isinstance(choice, dict) and cast("dict[str, Any]", choice).get("finish_reason") for choice in choices)

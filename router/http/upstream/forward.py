@@ -1,7 +1,8 @@
-"""Passing on of requests to upstreams: the client's body goes there, and the answer comes back event by event.
+"""Forwarding of requests to upstreams, which get the client's body and whose answers are sent event by event.
 
 The model in the body becomes the model of the upstream, and the model in the answer becomes `upstream:NAME/MODEL`.
-Defaults of a profile are added where the body has none. Nothing of the client's headers goes to the upstream.
+Defaults of a profile are added for fields that the body does not set. The client's headers are not sent to the
+upstream.
 """
 
 import asyncio
@@ -45,14 +46,14 @@ _decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class _SlowClientError(Exception):
-    """Error for a client that reads nothing of its stream for the time of the settings."""
+    """Raised if a client does not read its stream for `slow_client_seconds`."""
 
 
 class UpstreamForwarder:
     """Forwarder of requests to upstreams.
 
-    `clients` has the HTTP client of each upstream by its name. `settings` has the profiles, whose defaults are added to
-    bodies, and the maximum seconds for which a client may not read its stream.
+    `clients` has the HTTP client of each upstream, by name. `settings` has the profiles, whose defaults are added to
+    bodies, and the maximum time in which a client does not read its stream.
     """
 
     def __init__(self, dispatcher: Dispatcher, clients: Mapping[str, UpstreamClient], settings: RouterSettings) -> None:
@@ -61,11 +62,11 @@ class UpstreamForwarder:
         self._settings = settings
 
     async def forward(self, exchange: Exchange, request: ActiveRequest, body: bytes) -> None:
-        """Pass a request with this body on to its upstream, and answer the client.
+        """Pass a request with the body `body` on to its upstream, and answer the client.
 
-        The request ends here, or earlier because its client left or the coordinator stops. An upstream that fails, or
-        takes more than `total_seconds`, ends it with an error. A cancellation of this call ends the
-        request to the upstream.
+        The request has ended when this method returns. If the upstream fails, or takes more than `total_seconds`, the
+        client gets an error. The request to the upstream is aborted if the client disconnects, the coordinator stops,
+        or this call is cancelled.
         """
         client, settings = self._clients[request.answer.upstream], self._settings
         headers = _build_headers(exchange, request, client.name)
@@ -106,10 +107,10 @@ class _Passing:
         self._usage: Usage | None = None
         self._chunks = 0
         self._ends = 0.0
-        """End of the upstream's time for the answer, in seconds of the loop's clock."""
+        """Time at which the upstream must have sent the answer, in seconds of the loop's clock."""
 
     async def run(self, body: bytes) -> None:
-        """Send the body, answer the client, and end the request."""
+        """Send the body to the upstream, answer the client, and end the request."""
         stream, seconds = self._request.spec.stream, self._client.settings.total_seconds
         self._ends = asyncio.get_running_loop().time() + seconds
         try:
@@ -133,7 +134,10 @@ class _Passing:
             await self._fail(error)
 
     async def end_stopped(self) -> None:
-        """End a request whose client left, or that the coordinator stops."""
+        """Record the end of a request whose client disconnected or that the coordinator stopped.
+
+        In the latter case, send the client the reason.
+        """
         outcome = self._request.outcome
         prompt, completion = self._count_tokens()
         self._record("cancelled", prompt=prompt, completion=completion)
@@ -158,7 +162,7 @@ class _Passing:
     async def _pass_events(self, received: AsyncIterator[bytes], clock: asyncio.Timeout) -> None:
         """Send the events of an upstream to the client, up to the end of the stream.
 
-        Also the text that arrives together with a fault is sent. `clock` limits the time of the upstream.
+        Events that arrive together with an invalid event are sent first. `clock` is the timeout of the upstream.
         """
         reader, finished, is_done = EventReader(), False, False
         async for part in received:
@@ -184,7 +188,7 @@ class _Passing:
             raise UpstreamStreamError("ended its stream in the middle of the answer")
 
     def _convert_chunk(self, chunk: dict[str, Any]) -> bytes:
-        """Return the event for the client; empty for token counts that the client did not request."""
+        """Return the event for the client; empty for a chunk of token counts that the client did not request."""
         self._usage = read_usage(chunk) or self._usage
         if chunk["choices"]:
             self._chunks += 1
@@ -194,7 +198,7 @@ class _Passing:
         return b"data: " + msgspec.json.encode({**chunk, "model": self._label}) + b"\n\n"
 
     async def _send_in_time(self, events: bytes, clock: asyncio.Timeout) -> None:
-        """Send events, and extend the time of the upstream by the time in which the client reads them."""
+        """Send events. The time that this takes does not count towards the timeout of the upstream."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         clock.reschedule(None)
@@ -203,7 +207,7 @@ class _Passing:
         clock.reschedule(self._ends)
 
     async def _send(self, events: bytes, *, last: bool = False) -> None:
-        """Send events to the client. Raise `_SlowClientError` if the client reads too little for too long."""
+        """Send events to the client. Raise `_SlowClientError` if this takes more than `slow_client_seconds`."""
         if not events:
             return
         try:
@@ -226,7 +230,7 @@ class _Passing:
     # ends
 
     async def _complete(self, answer: bytes) -> None:
-        """End a request that the upstream answered. `answer` is the answer; empty for a stream."""
+        """End a request that the upstream answered, and send `answer`, or the end of a stream if that is empty."""
         usage = self._usage or Usage(self._estimate_prompt_tokens(), self._chunks)
         choices = self._request.spec.params.n
         finished = Finished(0, ("stop",) * choices, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
@@ -246,7 +250,7 @@ class _Passing:
             self._record("cancelled", prompt=prompt, completion=completion)
 
     async def _fail(self, error: UpstreamError) -> None:
-        """End the request with a failure: a plain answer before the first byte, else an event."""
+        """End the request with a failure: an answer of its own before the first event of a stream, else an event."""
         prompt, completion = self._count_tokens()
         outcome = "interrupted" if self._is_open else error.outcome
         fault = error.message if error.is_fault else ""
@@ -261,12 +265,12 @@ class _Passing:
         await self._send_problem(problem)
 
     def _end(self, outcome: Outcome) -> None:
-        """End the request, which does not cancel this work."""
+        """End the request. The work of this object continues."""
         self._request.answer.detach()
         self._dispatcher.upstreams.end_request(self._request, outcome)
 
     async def _send_problem(self, problem: Problem) -> None:
-        """Send a problem, unless the client does not read its stream."""
+        """Send a problem: as the answer, or as the last event of a stream, unless the client does not read it."""
         if not self._is_open:
             await self._exchange.refuse(problem, self._headers)
             return
@@ -279,9 +283,9 @@ class _Passing:
         )
 
     def _count_tokens(self) -> tuple[int, int]:
-        """Return the prompt and completion tokens so far, counted by the upstream or estimated.
+        """Return the prompt and completion tokens so far, as counted by the upstream or else estimated.
 
-        Both are 0 before the upstream answers.
+        Both numbers are 0 before the upstream answers.
         """
         usage = self._usage
         if usage is None:
@@ -304,9 +308,9 @@ def _build_headers(exchange: Exchange, request: ActiveRequest, upstream: str) ->
 def _build_body(
     body: bytes, request: ActiveRequest, client: UpstreamClient, profiles: Mapping[str, ProfileSettings]
 ) -> bytes:
-    """Return the body for the upstream: its model, the defaults of the profile, and token counts in the stream.
+    """Return the body for the upstream, with its model, the defaults of the profile, and a request for token counts.
 
-    Every other field is passed on as the client wrote it, because some numbers of JSON have no value in Python. A body
+    Every other field is passed on as the client wrote it, because Python cannot represent some JSON numbers. A body
     with half of a surrogate pair in its prompt is decoded in full, because msgspec and upstreams refuse such a body.
     """
     try:
@@ -323,7 +327,7 @@ def _build_body(
 
 
 def _add_defaults(fields: dict[str, Any], profile: ProfileSettings) -> None:
-    """Add the defaults of a profile to the fields of a body that are absent or null."""
+    """Set the fields of a body that are absent or null to the defaults of a profile."""
     defaults = {name: getattr(profile, name) for name in SAMPLING_DEFAULTS}
     if _is_absent(fields.get("max_completion_tokens")):
         defaults["max_tokens"] = profile.max_tokens
@@ -340,7 +344,7 @@ def _is_absent(field: msgspec.Raw | None) -> bool:
 
 
 def _read_members(field: msgspec.Raw | None) -> dict[str, msgspec.Raw]:
-    """Return the members of an object; empty for an absent field."""
+    """Return the members of a JSON object; empty if the field is absent or null."""
     return {} if field is None else msgspec.json.decode(field, type=dict[str, msgspec.Raw] | None) or {}
 
 
