@@ -2,7 +2,7 @@
 
 Within WINDOW_SECONDS, at most BURST_EVENTS events with the same logger, name and subject are admitted. The subject of
 an event are the values of its fields such as node, peer, address and reason. The first event of the next window has the
-number of events that were left out. Pure: time is an argument.
+number of events that were not admitted. Pure: time is an argument.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,10 @@ BURST_EVENTS = 20
 WINDOW_SECONDS = 60.0
 """Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024
-"""Maximum number of counted subjects. At the maximum, expired subjects are deleted. If that is not enough, all new
-subjects of an event count as one subject."""
+"""Maximum number of counted subjects. At the maximum, expired subjects are deleted.
+
+If that is not enough, all new subjects of an event count as one subject.
+"""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
@@ -26,7 +28,7 @@ class _RecentEvent:
     left_out: int = 0
 
     def begin_window(self, now: float) -> int:
-        """Begin a new window, and return the number of events left out in the last one."""
+        """Begin a new window, and return the number of events that the last window did not admit."""
         left_out = self.left_out
         self.since, self.count, self.left_out = now, 0, 0
         return left_out
@@ -53,14 +55,14 @@ class LogDeduplicator:
 
     @property
     def left_out(self) -> int:
-        """Number of events that were left out and not yet reported with a later event."""
+        """Number of events that were not admitted and are not yet reported with a later event."""
         return sum(recent.left_out for recent in self._recent.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
-        """Return whether to write an event: None to leave it out, else the number of repeats left out before.
+        """Return None if an event must not be written, else the number of earlier repeats that were not written.
 
         That number is 0, except for the first event of a window, which has the count of the previous window. `logger`
-        and `event` are names, `fields` the values of the event. `now` is in seconds of a monotonic clock.
+        and `event` are names, and `fields` are the values of the event. `now` is in seconds of a monotonic clock.
         """
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         recent = self._recent.get(key)

@@ -190,7 +190,7 @@ class _DeduplicationFilter(logging.Filter):
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether a record is written. Add the field `left_out`, the number of repeats left out before.
+        """Return whether a record is written. Add the field `left_out`, the number of repeats that were not written.
 
         Records without fields, such as those of libraries, do not get this number.
         """

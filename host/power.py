@@ -30,7 +30,7 @@ class Battery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PowerState:
-    """Reading of power supply, battery and idle time of this machine. None: the value cannot be read."""
+    """Reading of power supply, battery and idle time of this machine. A value is None if it cannot be read."""
 
     plugged: bool | None = None
     """Whether the machine is on mains power; None if that is unknown."""

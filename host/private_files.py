@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
-"""Operation of `fcntl` on macOS that writes a file to the medium; None on other systems. `fsync` of macOS writes a file
-only to the cache of the drive, which a power failure clears (fsync(2))."""
+"""Operation of `fcntl` on macOS that writes a file to the medium; None on other systems.
+
+`fsync` of macOS writes a file only to the cache of the drive, which a power failure clears (fsync(2)).
+"""
 
 
 def create_private_folder(folder: Path) -> Path:

@@ -190,7 +190,7 @@ def find_invalid_settings(
     """Return all invalid settings of a layer, each checked separately.
 
     The entries of tables are checked together, because an entry may refer to another one. `InvalidSetting.key` is then
-    the key of the whole entry. `rule(settings)` raises SettingsError for values that types cannot restrict; None: no
+    the key of the whole entry. `rule(settings)` raises SettingsError for values that types cannot restrict; None for no
     such rule. Entries of tables are not passed to `rule`. Keys and sections in `others` belong to another process and
     are skipped.
     """

@@ -27,8 +27,10 @@ MIN_SLEEP_SECONDS = 3.0
 """Minimum change in the difference between the two clocks that counts as a sleep, in seconds."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
-"""Seconds awake in a row after which an announced sleep counts as ended without an announced wake-up. The system has
-then cancelled the sleep, or not announced its end. Most dark wakes are shorter."""
+"""Seconds awake in a row after which an announced sleep counts as ended without an announced wake-up.
+
+The system has then cancelled the sleep, or not announced its end. Most dark wakes are shorter.
+"""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""

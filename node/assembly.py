@@ -46,8 +46,7 @@ class Node:
     hasher: IdleHasher
 
     def is_working(self) -> bool:
-        """Return whether a request runs or is queued, memory is leased, or an order about model files is in progress,
-        such as a pull."""
+        """Return whether a request runs or is queued, memory is leased, or an order about model files runs."""
         return self.reporter.is_busy() or self.model_orders.is_working()
 
 

@@ -37,8 +37,10 @@ def start_call(function: Callable[[], T], name: str) -> Future[T]:
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """Executor for `asyncio.to_thread` with a daemon thread for each call. A blocked call delays the end of the process
-    by at most `END_TIMEOUT_SECONDS`."""
+    """Executor for `asyncio.to_thread` with a daemon thread for each call.
+
+    A blocked call delays the end of the process by at most `END_TIMEOUT_SECONDS`.
+    """
 
     def __init__(self) -> None:
         super().__init__(1)

@@ -13,8 +13,10 @@ from host.private_files import create_private_folder
 from node.daemon_threads import start_call
 
 LOCK_TIMEOUT_SECONDS = 1.0
-"""Maximum seconds to wait for the lock. `cluster leave` and the commands that read the running settings hold the lock
-for an instant."""
+"""Maximum seconds to wait for the lock.
+
+`cluster leave` and the commands that read the running settings hold the lock for an instant.
+"""
 ACCESS_TIMEOUT_SECONDS = 15.0
 """Maximum seconds for the first access to a disk. A disk that sleeps needs some seconds to start."""
 _POLL_SECONDS = 0.05

@@ -11,8 +11,7 @@ from typing import Any
 
 
 class Deadlock(RuntimeError):
-    """Raised if no event is scheduled before the end of the simulation, because of a bug in a modelled Mac or the
-    router."""
+    """Raised if no event is scheduled before the end of the simulation. A modelled Mac or the router has a bug."""
 
 
 class _Leap(selectors.SelectSelector):

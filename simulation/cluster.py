@@ -120,8 +120,10 @@ class SimulatedPool:
         self.contender: SimulatedRouter | None = None
         """Router under test; None before `run`."""
         self.loads = self.preemptions = self.reports = 0
-        """Numbers of model loads and preemptions, complete after `run` and before that only of crashed Macs. Number of
-        reports that were sent and not lost."""
+        """Numbers of model loads and of preemptions, and number of reports that were sent and not lost.
+
+        The first two are complete after `run`. Before that, they count only those of crashed Macs.
+        """
         for spec in scenario.nodes:
             for name in spec.list_names():
                 self._join(NodeId(name), spec)
@@ -317,8 +319,10 @@ class SimulatedPool:
         self._dial(node, self.machines[node])
 
     def _dial(self, node: NodeId, machine: SimulatedNode) -> None:
-        """Connect a node without a link again. Its requests end there. Ignore a silent node, and a process that has
-        crashed."""
+        """Connect a node without a link again. Its requests end there.
+
+        Ignore a silent node, and a process that has crashed.
+        """
         if self.members[node].link or self._links.is_silent(node) or self.machines.get(node) is not machine:
             return
         machine.drop_requests()

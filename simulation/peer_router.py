@@ -30,7 +30,7 @@ class PeerRouter:
     """Model of a router of other projects: sends a request to the best node by `policy`, without reservations or queue.
 
     Only ready nodes that have the model are candidates. `sample` is the number of random nodes that are compared for a
-    request; 0: all nodes. `seed` is the seed of random choices.
+    request; 0 for all nodes. `seed` is the seed of random choices.
     """
 
     def __init__(self, pool: SimulatedPool, seed: int, policy: Policy, sample: int = 0) -> None:

@@ -161,8 +161,10 @@ class OracleRouter:
             self._waiting = [turn for turn in self._waiting if not self._place(turn, nodes)]
 
     def _place(self, turn: ConversationTurn, nodes: Collection[NodeId]) -> bool:
-        """Send a turn to the node of `nodes` that has room and the earliest first token. Return False if none has
-        room."""
+        """Send a turn to the node of `nodes` that has room and the earliest first token.
+
+        Return False if none has room.
+        """
         machines, now = self._pool.machines, self._pool.loop.time()
         able = [
             (machine.forecast.estimate_first_token(turn, now), number, node)

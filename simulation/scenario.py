@@ -69,7 +69,7 @@ class NodeSpec(_StrictTable, frozen=True):
     count: Count = 1
     """Number of Macs of this kind."""
     models: tuple[Name, ...] = ()
-    """Names of the models on the disk of each Mac; empty: all models of the scenario."""
+    """Names of the models on the disk of each Mac; empty for all models of the scenario."""
     loaded: tuple[Name, ...] = ()
     """Names of the models in memory at the start, which must be on the disk."""
     batch: Count = 32
@@ -123,7 +123,7 @@ class LoadSpec(_StrictTable, frozen=True):
     output: Lengths = Lengths(median=180.0, sigma=0.8, least=10.0, most=2000.0)
     """Tokens of an answer, limited to `max_tokens` and to a quarter of the context of the model."""
     max_tokens: Tokens | None = None
-    """Limit of the answer that a request states, in tokens; None: requests state no limit."""
+    """Limit of the answer that a request states, in tokens; None if requests state no limit."""
     turns: Annotated[float, Meta(ge=1, le=MAX_NUMBER)] = 1.0
     """Average number of turns of a conversation, without the effect of the maximum context."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
@@ -133,7 +133,7 @@ class LoadSpec(_StrictTable, frozen=True):
     begins: NotNegative = 0.0
     """Start of the load, in virtual seconds from the start of the scenario."""
     ends: Positive | None = None
-    """End of the load, in virtual seconds from the start of the scenario; None: the end of the scenario."""
+    """End of the load, in virtual seconds from the start of the scenario; None for the end of the scenario."""
 
 
 class EventSpec(_StrictTable, frozen=True):
@@ -145,7 +145,9 @@ class EventSpec(_StrictTable, frozen=True):
     """Name of the Mac on which the event occurs."""
     does: Literal["dies", "silent", "lease"]
     """`dies`: process and link end; the node returns later, without loaded models. `silent`: link and reports stall.
-    `lease`: the node grants a lease for a video, if there is room."""
+
+    `lease`: the node grants a lease for a video, if there is room.
+    """
     seconds: Positive = 30.0
     size: str = "0"
     """Size of the lease with its unit; without effect for other events."""
@@ -157,8 +159,10 @@ class Scenario(_StrictTable, frozen=True):
     about: str
     """Description in one line."""
     seconds: Positive
-    """Duration of arrivals in virtual seconds. The simulation then runs until all requests have ended
-    (`cluster.GIVE_UP_SECONDS`)."""
+    """Duration of arrivals in virtual seconds.
+
+    The simulation then runs until all requests have ended (`cluster.GIVE_UP_SECONDS`).
+    """
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
     nodes: Annotated[tuple[NodeSpec, ...], Meta(min_length=1)]
     load: Annotated[tuple[LoadSpec, ...], Meta(min_length=1)]
@@ -174,7 +178,7 @@ class Scenario(_StrictTable, frozen=True):
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     """Maximum queued requests; 0: max(64, 4 × nodes), as with the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()
-    """Names of the policies to compare; empty: all."""
+    """Names of the policies to compare; empty for all."""
     seed: int = 1
     """Seed for all random choices."""
 

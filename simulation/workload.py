@@ -44,10 +44,12 @@ class ConversationTurn:
     think: float
     """Seconds from the previous answer to this request; without effect for the first turn."""
     session: str = ""
-    """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
+    """Name of the conversation, under which nodes cache its prompts; empty if they do not."""
     conversation: tuple[tuple[str, int], ...] = ()
-    """Texts of the prompt in order, as pairs of a name and a number of tokens. Equal names mean equal texts. Empty for
-    a prompt that shares no text with other prompts."""
+    """Texts of the prompt in order, as pairs of a name and a number of tokens. Equal names mean equal texts.
+
+    Empty for a prompt that shares no text with other prompts.
+    """
 
     def rename(self, request_id: str) -> None:
         """Set the request id, once the order of all conversations is known."""

@@ -70,8 +70,10 @@ F = TypeVar("F", bound=Frame)
 
 
 class WireError(Exception):
-    """Raised for a violation of the protocol by the peer, after which the connection must close. Also raised for a
-    frame that is too long to send."""
+    """Raised for a violation of the protocol by the peer, after which the connection must close.
+
+    Also raised for a frame that is too long to send.
+    """
 
 
 def encode(frame: Frame) -> bytes:
@@ -133,10 +135,9 @@ class Splitter:
         self._open_bytes = 0
 
     def feed(self, data: bytes | bytearray) -> Iterator[tuple[int, bytes]]:
-        """Add received bytes; yield each complete frame as tag and body, fragments joined. Iterate to the end before
-        the next call.
+        """Add received bytes; yield each complete frame as tag and body, fragments joined.
 
-        Raise WireError at the first violation of the protocol.
+        Iterate to the end before the next call. Raise WireError at the first violation of the protocol.
         """
         buffer = self._buffer
         if buffer:

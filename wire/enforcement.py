@@ -19,11 +19,15 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     phys: Size | None = None
     """Footprint of the engine in bytes, read by the agent; None if unreadable."""
     highest: Size | None = None
-    """Highest footprint of the engine's process since its start in bytes, by the kernel; None if unknown. For
-    display."""
+    """Highest footprint of the engine's process since its start in bytes, by the kernel; None if unknown.
+
+    For display.
+    """
     interval: Size | None = None
-    """Highest footprint in bytes since the last reset of the kernel's high-water mark; None if unknown. For
-    display."""
+    """Highest footprint in bytes since the last reset of the kernel's high-water mark; None if unknown.
+
+    For display.
+    """
     cap_bound_by: Word = ""
     """Name of the term that sets the cap: `setting`, `static`, `metal` or `container`."""
     remedy: Text = ""

@@ -16,8 +16,8 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     age: Seconds = 0.0
     """Age of `available` and `pressure` in seconds when the report was written."""
     worker: Size = 0
-    """Footprint in bytes of the process that uses the node's lease, a video worker or a quantization; 0 without one, or
-    if unreadable."""
+    """Footprint in bytes of the video worker or quantization that uses the node's lease; 0 for none or if unreadable.
+    """
 
 
 class Disk(WireStruct, frozen=True, array_like=True, gc=False):

@@ -15,8 +15,10 @@ class NodeState(StrEnum):
     ASLEEP = "asleep"
     """The node has announced a sleep."""
     LOST = "lost"
-    """The link ended, the node stopped, or its reports were missing for too long. Also: no link since the coordinator
-    started."""
+    """The link ended, the node stopped, or its reports were missing for too long.
+
+    Also: no link since the coordinator started.
+    """
     DRAINING = "draining"
     """The node accepts no new requests, by its own report."""
     PAUSED = "paused"
@@ -37,8 +39,10 @@ class EngineStage(StrEnum):
     RESTARTING = "restarting"
     """The process has ended or is being ended. Another process starts after a delay."""
     FAILED = "failed"
-    """The process died several times in a row and starts again after the longest delay, or ended engines left too much
-    wired memory behind."""
+    """The process died several times in a row, or ended engines left too much wired memory behind.
+
+    After several deaths, another process starts after the longest delay.
+    """
 
 
 LINKED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING, NodeState.PAUSED})

@@ -14,11 +14,12 @@ class FailureCode(StrEnum):
     """Machine-readable reason why a request or a command that had begun ended without its complete answer."""
 
     ENGINE_CRASHED = "engine_crashed"
-    """From a node: the engine died in a native call for this request, such as its tokenization or prefill. To a client,
-    or as the end of a command: the engine died in any way."""
+    """From a node: the engine died in a native call for this request, such as its tokenization or prefill.
+
+    To a client, or as the end of a command: the engine died in any way.
+    """
     ENGINE_LOST = "engine_lost"
-    """From a node: the engine died while it had this request, but in a decode step, for another request, or in no
-    call."""
+    """From a node: the engine died while it had this request, in a decode step, for another request, or in no call."""
     ENGINE_ERROR = "engine_error"
     """The engine raised an error for this request, and continues with other requests."""
     NODE_STOPPING = "node_stopping"
@@ -26,8 +27,10 @@ class FailureCode(StrEnum):
     LINK_LOST = "link_lost"
     """The request was sent over the older of two links of its node, and that link was lost."""
     NODE_LOST = "node_lost"
-    """The node was lost or gave the request up, and no other node could continue it. Or: the node of a command was
-    lost."""
+    """The node was lost or gave the request up, and no other node could continue it.
+
+    Or: the node of a command was lost.
+    """
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was above cap − leases, and ended the request to reduce its memory."""
     NO_HEADROOM = "no_headroom"
@@ -66,8 +69,10 @@ class RefusalCode(StrEnum):
     NO_MODEL = "model_not_found"
     """No node has the model, or the node that refused does not have it."""
     NOT_READY = "engine_not_ready"
-    """No node serves requests now, or the node that refused does not: its engine starts, its link is lost, or it is
-    cordoned."""
+    """No node serves requests now, or the node that refused does not.
+
+    Its engine starts, its link is lost, or it is cordoned.
+    """
     DRAINING = "node_draining"
     """The node drains or is paused, and accepts no new requests."""
     QUEUE_FULL = "queue_full"
@@ -125,8 +130,10 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     """current + reserved + estimate + margin; None if the footprint is unknown."""
     ceiling: Estimate = 0
     current: Estimate | None = None
-    """Memory in use; without `Memory.reusable`, except in the refusal of a running request. None if the footprint is
-    unknown."""
+    """Memory in use; without `Memory.reusable`, except in the refusal of a running request.
+
+    None if the footprint is unknown.
+    """
     reserved: Estimate = 0
     """Bytes that are reserved on the node or by the router, and not in use yet."""
     estimate: Estimate = 0

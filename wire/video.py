@@ -123,8 +123,11 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     size: Size = 0
     """Bytes that the lease subtracts from the ceiling; 0 after its release."""
     phase: Word = ""
-    """`granting`, `granted` (no worker), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` (the worker
-    is being stopped) or `ended` (released; kept until the coordinator acknowledges it)."""
+    """`granting`, `granted`, `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` or `ended`.
+
+    A `granted` lease has no worker. In `ending`, the worker is being stopped. An `ended` lease is released, and is kept
+    until the coordinator acknowledges it.
+    """
     progress: Natural = 0
     """Completed percent of the job; 100 for an ended lease, also after a failure."""
     step: Natural = 0

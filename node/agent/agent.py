@@ -137,8 +137,10 @@ class Agent:
         await self._keeper.stop(drain, reason)
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
-        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after
-        `link_keeper.GOODBYE_SECONDS`. `acknowledge` allows the system to sleep."""
+        """Send a goodbye before this machine sleeps, and close the links.
+
+        After `link_keeper.GOODBYE_SECONDS`, call `acknowledge`, which allows the system to sleep.
+        """
         self._keeper.fall_asleep(acknowledge)
 
     def wake_up(self, slept: float) -> None:
@@ -219,8 +221,10 @@ class Agent:
             self._notify_ready()
 
     def _build_paused_refusal(self) -> Refused:
-        """Return the refusal of a request while this Mac is paused. The code is `DRAINING`, which coordinators of all
-        versions know."""
+        """Return the refusal of a request while this Mac is paused.
+
+        The code is `DRAINING`, which coordinators of all versions know.
+        """
         sharing = self._parts.sharing
         text = f"this Mac accepts no requests: {sharing.sharing_state.why}"
         return Refused(RefusalCode.DRAINING, text, None, sharing.compute_retry_after(), self._name)

@@ -1,5 +1,7 @@
-"""Node's end of the link: one TLS connection that the node dialed. Counterpart:
-`coordinator.cluster.links.link_server`."""
+"""Node's end of the link: one TLS connection that the node dialed.
+
+Counterpart: `coordinator.cluster.links.link_server`.
+"""
 
 import asyncio
 import ssl
@@ -75,8 +77,10 @@ class CoordinatorLink(LinkEndpoint):
         self._on_lost(self, reason)
 
     def verify(self) -> None:
-        """Check that the remote end has the certificate of this cluster's coordinator. Otherwise abort the connection
-        and raise `NotTheCoordinator`."""
+        """Check that the remote end has the certificate of this cluster's coordinator.
+
+        Otherwise abort the connection and raise `NotTheCoordinator`.
+        """
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the server is not the coordinator of this cluster")

@@ -74,8 +74,10 @@ log = structlog.get_logger("node.agent.enrollment")
 
 DEFAULT_PORT = 8081
 ANSWER_TIMEOUT_SECONDS = 10.0
-"""Timeout of the connection, and of an answer that needs no person, in seconds. An answer that needs a person may take
-the time that the person has plus this timeout."""
+"""Timeout of the connection, and of an answer that needs no person, in seconds.
+
+An answer that needs a person may take the time that the person has plus this timeout.
+"""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
@@ -135,13 +137,13 @@ async def enroll(
     folder: Path,
     on_code: Callable[[str, float], None],
 ) -> NodeIdentity:
-    """Join the cluster whose coordinator listens at `url` (`host:port`). Store the new identity in `folder` and return
-    it.
+    """Join the cluster whose coordinator listens at `url` (`host:port`).
 
-    An identity in the folder, such as a cloned or a damaged one, is replaced after the coordinator has agreed. `name`
-    is the display name, `machine` the machine id. Without a token (None), a person must approve the node: `on_code` is
-    called with the six digits to show and the seconds that the person has. The call then waits until the person decides
-    or that time has passed. Any other answer of the coordinator must come within `ANSWER_TIMEOUT_SECONDS`.
+    Store the new identity in `folder` and return it. An identity in the folder, such as a cloned or a damaged one, is
+    replaced after the coordinator has agreed. `name` is the display name, `machine` the machine id. Without a token
+    (None), a person must approve the node: `on_code` is called with the six digits to show and the seconds that the
+    person has. The call then waits until the person decides or that time has passed. Any other answer of the
+    coordinator must come within `ANSWER_TIMEOUT_SECONDS`.
 
     Raise `EnrollError` for an invalid address, `CoordinatorUnreachable` without an answer of a coordinator,
     `PinMismatch` for a wrong CA, and `EnrollDenied` for a denial. Raise `IdentityError` if the certificate received is
@@ -250,10 +252,11 @@ class _EnrollConnection:
         await self._writer.drain()
 
     async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
-        """Return the next frame, which must be of this kind. Raise `EnrollDenied` for a denial, `WireError` for other
-        frames.
+        """Return the next frame, which must be of this kind.
 
-        Raise `CoordinatorUnreachable` if the connection ends, `TimeoutError` after `seconds`."""
+        Raise `EnrollDenied` for a denial, `WireError` for other frames. Raise `CoordinatorUnreachable` if the
+        connection ends, `TimeoutError` after `seconds`.
+        """
         async with asyncio.timeout(seconds):
             while not self._frames:
                 data = await self._reader.read(MAX_ANSWER_BYTES)

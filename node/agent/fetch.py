@@ -51,8 +51,10 @@ class FetchAnswers:
 
 
 def _find_line_start(file: BinaryIO, position: int) -> int:
-    """Return the first start of a line at or after `position` of a log. Return `position` if no line begins within
-    `MAX_LINE_BYTES` after it."""
+    """Return the first start of a line at or after `position` of a log.
+
+    Return `position` if no line begins within `MAX_LINE_BYTES` after it.
+    """
     if position <= 0:
         return 0
     file.seek(position - 1)
@@ -62,20 +64,21 @@ def _find_line_start(file: BinaryIO, position: int) -> int:
 
 
 def _has_rotated_offset(path: Path, rotated: Path, offset: int) -> bool:
-    """Return whether an offset of a log is in its latest rotated file, because the log is shorter or is missing during
-    the rotation.
+    """Return whether an offset of a log is in its latest rotated file.
+
+    The log itself is then shorter, or is missing during the rotation.
     """
     sizes = [file.stat().st_size if file.exists() else 0 for file in (path, rotated)]
     return sizes[0] < offset <= sizes[1]
 
 
 def read_chunks(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
-    """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
-    error chunk.
+    """Yield the requested window of a file in chunks, read while they are sent.
 
-    The offset and the limit of the request are in bytes. A negative offset counts from the end; with `lines`, such a
-    window begins with a whole line. If the offset is beyond the end of the file, the window starts at 0. With `lines`,
-    it is instead the rest of the rotated file, if the log was rotated since the offset was valid.
+    A read error ends the window with an error chunk. The offset and the limit of the request are in bytes. A negative
+    offset counts from the end; with `lines`, such a window begins with a whole line. If the offset is beyond the end of
+    the file, the window starts at 0. With `lines`, it is instead the rest of the rotated file, if the log was rotated
+    since the offset was valid.
 
     The last chunk has `end`, the offset in bytes after the window, and `next`, the same offset if the file has more
     bytes, else 0. After the rest of a rotated file, `end` is 0.

@@ -241,7 +241,7 @@ def create_authority_context(ca: bytes) -> ssl.SSLContext:
     """Return a client's TLS context that trusts only one CA (DER).
 
     Host names are not checked, because addresses change: the URI in the SAN identifies the peer. Raise `ssl.SSLError`
-    or `ValueError` if `ca` is no certificate.
+    or `ValueError` if `ca` is not a certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

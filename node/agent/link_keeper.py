@@ -117,8 +117,7 @@ class LinkKeeper:
         return self._identity.name
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
-        denies the node for good."""
+        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator permanently denies the node."""
         while True:
             match self._life.state:
                 case LinkState.DIALING:
@@ -351,14 +350,14 @@ class LinkKeeper:
     # waiting
 
     async def _wait_changed(self, seconds: float | None) -> None:
-        """Wait for a change of links, requests or state, at most `seconds`; None: without a limit."""
+        """Wait for a change of links, requests or state, at most `seconds`; None for no limit."""
         self._changed.clear()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
     async def _wait_until_left(self, state: LinkState, seconds: float | None) -> None:
-        """Wait until the state is no longer `state`, at most `seconds`; None: without a limit."""
+        """Wait until the state is no longer `state`, at most `seconds`; None for no limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._life.state is state:

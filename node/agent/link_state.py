@@ -15,8 +15,10 @@ from enum import StrEnum
 from wire.state_machine import IllegalEventError, InvariantError
 
 DIAL_DELAYS_SECONDS = (0.5, 30.0)
-"""First and maximum delay between two rounds of dialing, in seconds. Each delay is multiplied by a random factor from
-0.5 to 1.5."""
+"""First and maximum delay between two rounds of dialing, in seconds.
+
+Each delay is multiplied by a random factor from 0.5 to 1.5.
+"""
 
 
 class LinkState(StrEnum):

@@ -51,8 +51,10 @@ class CoordinatorLinks:
         self._newest = link
 
     def accept(self, link: CoordinatorLink) -> None:
-        """Make a link that the coordinator accepted the current one. Close the previous current link if it has no
-        request."""
+        """Make a link that the coordinator accepted the current one.
+
+        Close the previous current link if it has no request.
+        """
         before, self._current = self._current, link
         if before is not None and before is not link:
             _close_unused(before)
@@ -102,10 +104,10 @@ class CoordinatorLinks:
                 self._close_if_replaced(link)
 
     def fail_all(self, reason: str) -> Iterator[int]:
-        """End every request with the failure `node_stopping` and the message `reason`. Yield the number of each
-        request before the request ends.
+        """End every request with the failure `node_stopping` and the message `reason`.
 
-        A request ends only when the caller takes the next number.
+        Yield the number of each request before the request ends. A request ends only when the caller takes the next
+        number.
         """
         for link in tuple(self._links):
             for request in tuple(link.requests):

@@ -68,8 +68,10 @@ class Reporter:
         self._draining = False
 
     def send(self) -> None:
-        """Send a report now, with fewer models if it is too long (`shorten_report`), and schedule the next. Do nothing
-        without a link."""
+        """Send a report now, with fewer models if it is too long (`shorten_report`), and schedule the next.
+
+        Do nothing without a link.
+        """
         self._next_report.cancel()
         link = self._links.current
         if link is None:

@@ -93,8 +93,10 @@ class EngineChild(asyncio.Protocol):
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Pass each complete frame to `on_frame`. After an invalid frame, call `on_fault` once and discard all later
-        bytes."""
+        """Pass each complete frame to `on_frame`.
+
+        After an invalid frame, call `on_fault` once and discard all later bytes.
+        """
         if self.broken:
             return
         try:

@@ -16,8 +16,10 @@ from node.hub.digests import STORE_NAME
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Environment variables that make malloc of glibc return free memory at once."""
 PROFILES = "MACPOOL_PROFILES"
-"""Environment variable with the folder of the engine's measurements: memory profiles, durations of loads, trials of
-tokenizers and times of last use."""
+"""Environment variable with the folder of the engine's measurements.
+
+These are memory profiles, durations of loads, trials of tokenizers and times of last use.
+"""
 DIGESTS = "MACPOOL_DIGESTS"
 """Environment variable with the file in which digests of model files are stored."""
 DISK_CACHE = "MACPOOL_DISK_CACHE"

@@ -36,8 +36,10 @@ class EngineProbe:
         return MemoryReading(None, "no engine", time.monotonic()) if child is None else child.sensor.read_footprint()
 
     def ping(self) -> None:
-        """Ping the child now, unless an answer is pending. The answer updates `call_until`. Do nothing without a
-        child."""
+        """Ping the child now, unless an answer is pending. The answer updates `call_until`.
+
+        Do nothing without a child.
+        """
         child = self._child()
         if child is not None:
             child.ping(time.monotonic())

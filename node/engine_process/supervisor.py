@@ -219,8 +219,7 @@ class Supervisor:
     # lifecycle of the child
 
     def _apply(self, event: lifecycle.Event) -> None:
-        """Apply an event to the state machine and perform its actions. An illegal event is logged and changes
-        nothing."""
+        """Apply an event and perform its actions. An illegal event is logged and changes nothing."""
         try:
             self._life, actions = lifecycle.step(self._life, event, self._timeouts)
         except IllegalEventError as error:
@@ -333,13 +332,12 @@ class Supervisor:
                 await self._requests.wait_added(self._timeouts.ping_idle)
 
     def _write(self, encoded: bytes) -> None:
-        """Send an encoded frame to the child; discard it without a child."""
+        """Send an encoded frame to the child. Discard the frame if there is no child."""
         if self._child is not None:
             self._child.write(encoded)
 
     def _receive(self, tag: int, body: bytes) -> None:
-        """Handle one frame of the child: process frames for the agent, forward the rest. Raise `WireError` for an
-        invalid frame."""
+        """Process or forward one frame of the child. Raise `WireError` for an invalid frame."""
         kind = TAGS.get(tag)
         if kind is Deltas:
             self._requests.forward_deltas(tag, body)

@@ -62,17 +62,25 @@ class SupervisorTimeouts:
     silence: float = 30.0
     """Time without an answer to a ping after which the child counts as hung."""
     leave: float = 6.0
-    """Time that an engine has to release its memory and exit: 1 s above
-    `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
+    """Time that an engine has to release its memory and exit.
+
+    It is 1 s above `node.engine.process.main.EXIT_TIMEOUT_SECONDS`.
+    """
     over: float = 1.0
-    """Time from `StopEngine` to SIGTERM, and the same time again to SIGKILL, for an engine above cap − leases. It
-    includes the rest of a native call in progress."""
+    """Time from `StopEngine` to SIGTERM, and the same time again to SIGKILL, for an engine above cap − leases.
+
+    It includes the rest of a native call in progress.
+    """
     stopping: float = 15.0
-    """Time to end the engine while the agent stops. A service manager gives the agent 45 s to stop, of which running
-    requests may use 20 s."""
+    """Time to end the engine while the agent stops.
+
+    A service manager gives the agent 45 s to stop, of which running requests may use 20 s.
+    """
     settle: float = 10.0
-    """Maximum time until the system counts the pages of an ended process as free. oMLX#2184: "within seconds" for
-    424 GiB."""
+    """Maximum time until the system counts the pages of an ended process as free.
+
+    oMLX#2184 reports "within seconds" for 424 GiB.
+    """
     look: float = 0.25
     """Interval of the wired-memory readings during `settle`."""
 

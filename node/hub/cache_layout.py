@@ -29,8 +29,10 @@ _NEW_SUFFIX = ".macpool-new"
 LOCK_NAME = "macpool.lock"
 LOCK_POLL_SECONDS = 0.05
 LOCK_TIMEOUT_SECONDS = 3.0
-"""Maximum seconds to wait for the lock of a repository. A cancelled download releases the lock within this time. A
-mirror holds the lock for an instant, to find out whether a download runs."""
+"""Maximum seconds to wait for the lock of a repository. A cancelled download releases the lock within this time.
+
+A mirror holds the lock for an instant, to find out whether a download runs.
+"""
 
 
 class RepositoryFolder:

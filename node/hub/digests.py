@@ -27,8 +27,10 @@ STORE_NAME = "digests.json"
 
 
 class FileDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """SHA-256 of a file (hex digits) in one state: its `size` in bytes, its `mtime_ns` (Unix nanoseconds) and its
-    inode."""
+    """SHA-256 of a file, in hex digits, while the file has this size in bytes, `mtime_ns` and inode.
+
+    `mtime_ns` is the time of the last change in Unix nanoseconds.
+    """
 
     size: int
     mtime_ns: int
@@ -135,7 +137,7 @@ class DigestStore:
 def list_content_files(folder: Path) -> list[str]:
     """Return the sorted paths of the files below a model folder that change answers.
 
-    Files without access are left out. Raise `OSError` if the folder cannot be listed, except for a missing permission.
+    Files without access are omitted. Raise `OSError` if the folder cannot be listed, except for a missing permission.
     """
     named = {name for name in IDENTITY_FILES if os.path.exists(folder / name)}
     return sorted(named | {file.name for file in list_visible_files(folder, "*.safetensors")})

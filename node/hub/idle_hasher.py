@@ -26,7 +26,9 @@ MIN_IDLE_CHECKS = 12
 """Consecutive checks that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
 NEXT_SEARCH_CHECKS = 108
 """Idle checks before the next `MIN_IDLE_CHECKS` begin, after a failure or if no model is left to hash: nine minutes.
-A check that finds the node busy ends this wait."""
+
+A check that finds the node busy ends this wait.
+"""
 MAX_BYTES_PER_SECOND = 500 * MIB
 _OTHER_CAUSES = frozenset({ModelOrderCode.DISK_FULL, ModelOrderCode.INTERRUPTED})
 """Ends that say nothing about the files: the disk of the digests is full, or a signal ended the child."""
@@ -71,8 +73,10 @@ class IdleHasher:
             self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop the checks. Cancel the child, and wait for its end, which takes at most about
-        `order_child.TERMINATE_TIMEOUT_SECONDS`."""
+        """Stop the checks.
+
+        Cancel the child, and wait for its end, which takes at most about `order_child.TERMINATE_TIMEOUT_SECONDS`.
+        """
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

@@ -24,8 +24,10 @@ from wire.frames.model_files import ModelOrderCode
 MAX_LINE_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 4096
 NICENESS = 10
-"""Minimum niceness of a child, because requests on the same machine have priority. A higher niceness of the agent is
-kept."""
+"""Minimum niceness of a child, because requests on the same machine have priority.
+
+A higher niceness of the agent is kept.
+"""
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_TIMEOUT_SECONDS = 5.0

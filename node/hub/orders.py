@@ -273,8 +273,10 @@ class ModelFileOrders:
         )
 
     async def _run_pull(self, running: RunningOrder, message: DownloadOrder) -> ChildEnd:
-        """Download a model. Raise `ModelFileError` if a model folder has a model of this name, which is served instead
-        of that of the cache."""
+        """Download a model.
+
+        Raise `ModelFileError` if a model folder has a model of this name, which is served instead of that of the cache.
+        """
         place = await asyncio.to_thread(find_in_model_folders, self._settings, running.key)
         if place is not None:
             text = (

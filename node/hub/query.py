@@ -173,8 +173,11 @@ class RepositoryQuery:
         return self._retry(read) if size else b""
 
     def _retry(self, request: Callable[[], T]) -> T:
-        """Repeat a request after faults that can pass. Raise `ModelFileError` after a permanent fault, after
-        `MAX_ATTEMPTS` requests, or if the next wait extends beyond the deadline."""
+        """Repeat a request after faults that can pass.
+
+        Raise `ModelFileError` after a permanent fault, after `MAX_ATTEMPTS` requests, or if the next wait extends
+        beyond the deadline.
+        """
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return request()

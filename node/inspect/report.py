@@ -155,7 +155,7 @@ def convert_to_dict(struct: Any) -> dict[str, Any]:
 def report_memory(settings: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     """Return the memory limits of the machine, the cap and the margin, all in bytes, and the limiting term of the cap.
 
-    If the settings allow no cap or margin, `error` has the reason, and cap and margin are left out. `safe` is the
+    If the settings allow no cap or margin, `error` has the reason, and cap and margin are omitted. `safe` is the
     highest wired limit that leaves the system the reserve of the tier.
     """
     report: dict[str, Any] = {
@@ -216,9 +216,9 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
 def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to `address` (`host:port`), verify the coordinator by the cluster's CA, and close. No frame is sent.
 
-    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: no error), and `error`, a text.
-    `proven` is whether the certificate is the coordinator's, and `expires` its expiry in Unix seconds. Unknown values
-    are None. Errors of the connection are not raised.
+    Return a dictionary with `address`, `seconds` to connect, `errno` of the connection (0 without an error), and the
+    message `error`. `proven` tells whether the certificate is the coordinator's. `expires` is its expiry in Unix
+    seconds. Unknown values are None. Errors of the connection are not raised.
     """
     report: dict[str, Any] = {
         "address": address,

@@ -37,8 +37,10 @@ class MemoryTier:
 
 
 CUSTOM = "custom"
-"""Tier of an explicit cap, which needs no reserve. `compute_reserve` returns 0 for this tier, except on a machine with
-less RAM than `SMALL_MACHINE_BYTES`."""
+"""Tier of an explicit cap, which needs no reserve.
+
+`compute_reserve` returns 0 for this tier, except on a machine with less RAM than `SMALL_MACHINE_BYTES`.
+"""
 TIERS = {
     "safe": MemoryTier(12 * GIB, 0.2),
     "balanced": MemoryTier(8 * GIB, 0.5),
@@ -77,8 +79,10 @@ Examples: 10.7 of 16 GiB, 21.3 of 32, 384 of 512.
 Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
 """
 MAX_WIRED_SHARE = 0.95
-"""Maximum share of the RAM for a wired limit that the program advises. Higher limits caused a crash loop on a machine
-with 512 GiB."""
+"""Maximum share of the RAM for a wired limit that the program advises.
+
+Higher limits caused a crash loop on a machine with 512 GiB.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,10 @@ class MachineBounds:
     total: int
     """RAM of the machine; 0 if unreadable."""
     metal: int | None = None
-    """Metal limit; None without Metal. Until the device has reported a limit (`with_device`), this is the limit that a
-    person set, or an estimate."""
+    """Metal limit; None without Metal.
+
+    Until the device has reported a limit (`with_device`), this is the limit that a person set, or an estimate.
+    """
     container: int | None = None
     """Memory limit of the container; None without one."""
     wired: int | None = None

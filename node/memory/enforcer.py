@@ -47,8 +47,7 @@ class EnforcerInput:
     memory: Memory
     """Memory part of the engine's last report, with the agent's own reading and limits."""
     enforced: int = 0
-    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed; 0 before the
-    first."""
+    """Sequence number (`ReduceMemory.poll`) of the last order that the engine has executed; 0 before the first."""
     call_until: float = 0.0
     """Monotonic seconds until which the running native call may last (`EngineProbe.call_until`); 0 without a call."""
 
@@ -66,15 +65,19 @@ class EnforcerState:
     over: int = 0
     """Number of consecutive readings above cap − leases."""
     order_number: int = 0
-    """Sequence number of the last order to end a request. 0: none since the engine was last below cap − leases, or
-    since the process was replaced."""
+    """Sequence number of the last order to end a request.
+
+    It is 0 if there was none since the engine was last below cap − leases, or since the process was replaced.
+    """
     ordered_at: float = 0.0
     """Time of the last order to end a request."""
     looked_at: float = 0.0
     """Time of the last poll."""
     ended: int | None = None
-    """Process id of the engine that the enforcer ended; None before. Reset to None once another engine or no engine
-    runs, because the system can reuse the id."""
+    """Process id of the engine that the enforcer ended; None before.
+
+    Reset to None once another engine or no engine runs, because the system can reuse the id.
+    """
     over_caps: int = 0
     """Number of times that the engine rose above cap − leases."""
     kills: int = 0

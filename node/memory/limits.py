@@ -54,9 +54,9 @@ class LeaseHolder(StrEnum):
 class Limiter:
     """Calculator of this node's memory limits, with its cap, margin, lease and last readings.
 
-    `origins` has the origin of each setting that is not a default, for the log. `folder` is the folder that stores the
-    Metal limit that the device reports; None: it is not stored. The constructor raises `SettingsError` if this machine
-    cannot satisfy the settings.
+    `origins` has the origin of each setting that is not a default, for the log. `folder` is the folder in which the
+    Metal limit that the device reports is stored; None does not store it. The constructor raises `SettingsError` if
+    this machine cannot satisfy the settings.
     """
 
     def __init__(

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 RECENT_POLLS = 5
 """Maximum number of periods of `POLL_PERIOD_SECONDS` in the window of `RecentPeak`."""
 POLL_PERIOD_SECONDS = 1.0
-"""Seconds between polls of an idle engine with a model, and length of the periods of `RecentPeak`. The enforcer waits
-one period for the answer to an order."""
+"""Seconds between polls of an idle engine with a model, and length of the periods of `RecentPeak`.
+
+The enforcer waits one period for the answer to an order.
+"""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 PHYS_FOOTPRINT = "phys_footprint"
@@ -28,13 +30,17 @@ class MemoryReading:
     """Footprint in bytes; None if unreadable."""
     source: str
     """Name of the source: `statm` (Linux), `phys_footprint` (macOS), `scripted`, or `no engine` without a process.
-    Empty before the first reading."""
+
+    Empty before the first reading.
+    """
     at: float
     """Monotonic time of the reading in seconds."""
 
     def is_live(self, now: float) -> bool:
-        """Return whether the reading has a value and is at most `STALE_AFTER_SECONDS` old at `now` (monotonic
-        seconds)."""
+        """Return whether the reading has a value and is at most `STALE_AFTER_SECONDS` old.
+
+        `now` is in monotonic seconds.
+        """
         return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
 

@@ -187,8 +187,7 @@ class Mac:
         )
 
     def read_reclaimable(self) -> int | None:
-        """Return the bytes of free and inactive pages, and of `active_share` of the active pages; None if
-        unreadable."""
+        """Return the bytes of free and inactive pages and of `active_share` of the active ones; None if unreadable."""
         pages = self.pages()
         return None if pages is None else int(pages.available + pages.active * self.active_share)
 
@@ -240,7 +239,7 @@ class PretendedMachine:
 
     hardware: Hardware
     readings: str = ""
-    """Path of a JSON file with the bytes `reclaimable` and `wired`, which is read at each call; empty: none."""
+    """Path of a JSON file with the bytes `reclaimable` and `wired`, which is read at each call; empty for none."""
 
     def read_bounds(self) -> MachineBounds:
         """Return the simulated RAM and its default Metal limit in bytes."""
@@ -270,7 +269,7 @@ class PretendedMachine:
 def open_machine(settings: NodeSettings) -> MachineMemory:
     """Return the reader of this machine's memory; for the scripted engine, that of a simulated machine.
 
-    Raise `ValueError` if `engine.scripted.memory` is no size.
+    Raise `ValueError` if `engine.scripted.memory` is not a size.
     """
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
@@ -283,8 +282,8 @@ def open_machine(settings: NodeSettings) -> MachineMemory:
 def describe_machine(memory: int | None = None) -> Hardware:
     """Return the description of this machine for `wire.frames.Hello`.
 
-    `memory` (bytes) replaces the RAM of a simulated machine; None: read the RAM. On Linux, a lower limit of the
-    container counts as RAM. `Hardware.memory` is 0 if the RAM is unreadable.
+    `memory` is the RAM of a simulated machine in bytes; None reads the RAM of this machine. On Linux, a lower limit of
+    the container counts as RAM. `Hardware.memory` is 0 if the RAM is unreadable.
     """
     apple = sys.platform == "darwin"
     chip = _get_libsystem().read_chip_name() if apple else linux.read_chip_name()

@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from wire.units import GIB, show_size
 
 LEAK_SHARE = 0.5
-"""Share of the weights up to which wired memory is no leak, because other programs wire memory as well. Leaks are reset
-when less than this share of their bytes is still wired."""
+"""Share of the weights up to which wired memory is not a leak, because other programs wire memory as well.
+
+Leaks are reset when less than this share of their bytes is still wired.
+"""
 MIN_LEAK_BYTES = GIB
-"""Bytes up to which wired memory is no leak, because other programs wire memory as well."""
+"""Bytes up to which wired memory is not a leak, because other programs wire memory as well."""
 
 
 @dataclass(slots=True)
@@ -46,8 +48,8 @@ class WiredReadings:
     def compute_leaked_bytes(self, after: int | None) -> int:
         """Return the wired bytes that the ended process leaked; 0 for no leak, or if a reading is missing.
 
-        At most `MIN_LEAK_BYTES`, or `LEAK_SHARE` of the weights, are no leak. `after` is a reading of the system after
-        the end, in bytes; None if unreadable.
+        At most `MIN_LEAK_BYTES`, or `LEAK_SHARE` of the weights, do not count as a leak. `after` is a reading of the
+        system after the end, in bytes; None if unreadable.
         """
         if self.before is None or after is None:
             return 0

@@ -272,8 +272,7 @@ class ModelCatalogue:
 
 
 def _read_file_state(folder: Path) -> tuple[tuple[str, int, int, int], ...]:
-    """Return a value that changes when any relevant file changes: name, bytes, time of the last change in ns, and
-    inode of each file."""
+    """Return the name, bytes, time of the last change in ns and inode of each relevant file, to detect a change."""
     files = [folder / name for name in IDENTITY_FILES] + list_visible_files(folder, "*.safetensors")
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
@@ -341,8 +340,10 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
 
 
 def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tuple[EmbeddingLayout | None, str]:
-    """Return how a model computes vectors or scores, or the reason why it cannot be served. A chat model computes
-    neither."""
+    """Return how a model computes vectors or scores, or the reason why it cannot be served.
+
+    A chat model computes neither.
+    """
     if kind is ModelKind.CHAT:
         return None, "it is an encoder, which generates no text" if is_encoder(config) else ""
     try:

@@ -223,9 +223,9 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 
 
 def read_max_tokens(folder: Path) -> int:
-    """Return the maximum tokens of an input, from the file `LENGTH`; 0 if it names none, or no positive integer.
+    """Return the maximum tokens of an input, from the file `LENGTH`; 0 if it has no positive integer.
 
-    Raise `EmbeddingFilesError` if that file has no JSON object or is too large, `OSError` if it is unreadable.
+    Raise `EmbeddingFilesError` if that file is not a JSON object or is too large, and `OSError` if it is unreadable.
     """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

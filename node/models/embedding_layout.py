@@ -57,10 +57,12 @@ class AnswerTokens:
     true: int
     """Id of the token for a relevant document."""
     false: int | None
-    """Id of the token for any other document; None: only the logit of `true` decides the score."""
+    """Id of the token for any other document; None if only the logit of `true` decides the score."""
     has_template: bool
-    """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt of
-    Qwen3-Reranker is used."""
+    """Whether the chat template of the model has the roles `query` and `document`.
+
+    Otherwise the prompt of Qwen3-Reranker is used.
+    """
 
 
 class EncoderFamily(StrEnum):
@@ -84,7 +86,7 @@ class EncoderShape:
     heads: int
     """Attention heads of a layer."""
     hidden: int
-    """Features of a state."""
+    """Number of features of a hidden state."""
     epsilon: float
     """Small number in the divisor of a normalization."""
     vocabulary: int
@@ -94,10 +96,12 @@ class EncoderShape:
     first_position: int
     """Position id of the first token: the id of the padding token + 1 for ROBERTA, otherwise 0."""
     window: int
-    """Tokens on each side that a token attends to in a layer with a window; 0: all layers attend to all tokens."""
+    """Tokens on each side to which a token attends in a layer with a window; 0 if all layers attend to all tokens."""
     global_interval: int
-    """Interval n: layers 0, n, 2n, … attend to all tokens, all other layers within the window. 1: every layer attends
-    to all tokens."""
+    """Interval n of the layers 0, n, 2n, … that attend to all tokens. All other layers attend within the window.
+
+    With an interval of 1, every layer attends to all tokens.
+    """
     global_theta: float
     """Base of the rotary positions of layers that attend to all tokens."""
     local_theta: float
@@ -121,7 +125,7 @@ class EmbeddingLayout:
     default_prompt: str = ""
     """Name of the prompt of requests that name none; empty for none."""
     max_tokens: int = 0
-    """Maximum tokens of an input; 0: the context of the model."""
+    """Maximum tokens of an input; 0 for the context of the model."""
     can_shorten: bool = False
     """Whether vectors may be shortened to their first numbers."""
     lengths: tuple[int, ...] = ()

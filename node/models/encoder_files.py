@@ -109,8 +109,10 @@ def _has_classifier(config: Config) -> bool:
 
 
 def _read_count(config: Config, name: str, default: int = 0, *, least: int = 1) -> int:
-    """Return a natural number of a config, or `default` if the config does not have it. Raise `EmbeddingFilesError` if
-    the number is below `least`."""
+    """Return a natural number of a config, or `default` if the config does not have it.
+
+    Raise `EmbeddingFilesError` if the number is below `least`.
+    """
     value = config.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise EmbeddingFilesError(f"have the {name} {str(value)[:40]}, which is no whole number of at least {least}")

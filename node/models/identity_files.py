@@ -30,5 +30,7 @@ IDENTITY_FILES = (
     "4_Dense/config.json",
     "4_Dense/model.safetensors",
 )
-"""Paths, below the folder of a model, of the files that change its prompts or answers, without the weights. The order
-is that of the fingerprint."""
+"""Paths, below the folder of a model, of the files that change its prompts or answers, without the weights.
+
+The order is that of the fingerprint.
+"""

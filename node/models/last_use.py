@@ -24,7 +24,7 @@ log = structlog.get_logger("node.models.last_use")
 class LastUse:
     """Store of the times of last use, by name of the model.
 
-    The times are in a file of `folder`; None: in memory only. `wall()` returns Unix seconds.
+    The times are stored in a file of `folder`; None stores them in memory only. `wall()` returns Unix seconds.
     """
 
     def __init__(self, folder: Path | None, wall: Callable[[], float] = time.time) -> None:

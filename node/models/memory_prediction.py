@@ -57,8 +57,10 @@ _LATENT = frozenset(
         "mistral4",
     }
 )
-"""Models whose compressed attention (MLA) caches the compressed values. Any other model expands them to keys and
-values."""
+"""Models whose compressed attention (MLA) caches the compressed values.
+
+Any other model expands them to keys and values.
+"""
 _INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
 """Models of `_LATENT` that also cache an index, as keys and (empty) values."""
 _PAIRED = frozenset({"longcat_flash", "longcat_flash_ngram"})
@@ -93,8 +95,10 @@ _MAMBA = (
 )
 """Names of the dimensions of a Mamba layer: of Nemotron-H, then of Granite 4, PLaMo 2 and Mamba-2."""
 _SCAN_ARRAYS = 12
-"""Arrays with the states of all tokens of a forward in one Mamba layer of Jamba, measured at 32 to 256 tokens. Each
-layer also keeps one of them until the end of the forward."""
+"""Arrays with the states of all tokens of a forward in one Mamba layer of Jamba, measured at 32 to 256 tokens.
+
+Each layer also keeps one of them until the end of the forward.
+"""
 
 
 def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
@@ -312,8 +316,10 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
 
 
 def _count_scanned_numbers(text: Config) -> int:
-    """Return the numbers of the state that a Mamba layer of Jamba computes for each token; 0 for other models. Their
-    layers have heads, or keep only the newest state."""
+    """Return the numbers of the state that a Mamba layer of Jamba computes for each token; 0 for other models.
+
+    Their layers have heads, or keep only the newest state.
+    """
     if any(_find_count(text, names) for names in _MAMBA[:1]):
         return 0
     return (

@@ -24,8 +24,7 @@ _QWEN_TYPE = "qwen3"
 _QWEN_TOKENS = (9693, 2152)
 """Tokens `yes` and `no` of Qwen3."""
 DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
-"""Values of `model_type` of decoders whose logits are the product of the last state and the output layer, without a
-further step."""
+"""Values of `model_type` of decoders whose logits are simply the product of the last state and the output layer."""
 
 
 def is_reranker(folder: Path, name: str, config: Config) -> bool:

@@ -18,7 +18,7 @@ _THOUGHTS = (
 def read_template(folder: Path) -> str:
     """Return the text of the chat template in the files of a model; empty if there is none.
 
-    Raise `EmbeddingFilesError` for a file of more than `MAX_FILE_BYTES` bytes or a config that is no JSON object,
+    Raise `EmbeddingFilesError` for a file of more than `MAX_FILE_BYTES` bytes or a config that is not a JSON object,
     `OSError` for an unreadable file.
     """
     own = read_file(folder, "chat_template.jinja")

@@ -34,8 +34,10 @@ class WeightHeaders:
     size: int = 0
     """Bytes of all tensors."""
     float_size: int = 2
-    """Bytes of one number of the widest unquantized type, such as 2 for bf16. The last file with an unquantized type
-    decides; 2 if no file has such a type."""
+    """Bytes of one number of the widest unquantized type, such as 2 for bf16.
+
+    The last file with an unquantized type decides; 2 if no file has such a type.
+    """
     cause: str = ""
     """Reason why the weights cannot be used; empty if they can."""
     fp8: int = 0
@@ -89,9 +91,9 @@ def list_visible_files(folder: Path, pattern: str) -> list[Path]:
 def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read the header of a safetensors file, and add the header and samples of the tensors to `digest`.
 
-    Return three sizes in bytes: of all tensors, of one number of the widest unquantized type (0: none), and of the
-    tensors in fp8. Raise `ValueError` if the header is invalid or the file is incomplete, `OSError` if the file cannot
-    be read.
+    Return the sizes in bytes of all tensors, of one number of the widest unquantized type, and of the tensors in fp8.
+    The second is 0 if all types are quantized. Raise `ValueError` if the header is invalid or the file is
+    incomplete, and `OSError` if the file cannot be read.
     """
     raw, end = read_header(file)
     tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]
@@ -104,10 +106,9 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
 
 
 def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
-    """Add the first, middle and last `SAMPLE_BYTES` bytes of every tensor to `digest`, in the order of the header. Of a
-    tensor without more bytes than that, add all.
+    """Add the first, middle and last `SAMPLE_BYTES` bytes of every tensor to `digest`, in the order of the header.
 
-    Extents count from `begin`, the end of the header.
+    Of a tensor without more bytes than that, add all. Extents count from `begin`, the end of the header.
     """
     with file.open("rb", buffering=0) as opened:
         for first, last in extents:
@@ -124,8 +125,8 @@ def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], dige
 def read_header(file: Path) -> tuple[bytes, int]:
     """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
 
-    Raise `ValueError` if the header is no JSON object, a tensor has no valid offsets, or the file is incomplete. Raise
-    `OSError` if the file cannot be read.
+    Raise `ValueError` if the header is not a JSON object, a tensor has no valid offsets, or the file is incomplete.
+    Raise `OSError` if the file cannot be read.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")

@@ -96,8 +96,10 @@ class SharingController:
         """Last decision."""
 
     async def start(self) -> None:
-        """Decide whether this Mac accepts work, then decide again in the background every `POLL_INTERVAL_SECONDS` until
-        `stop`."""
+        """Decide whether this Mac accepts work, now and then every `POLL_INTERVAL_SECONDS` in the background.
+
+        The decisions end with `stop`.
+        """
         await self.read_power()
         self.update()
         log.info(

@@ -25,8 +25,7 @@ from enum import Enum, StrEnum
 
 DAY_SECONDS = 86400
 BATTERY_HYSTERESIS_PERCENT = 5
-"""Hysteresis of the battery charge in percentage points, added to `sharing.min_battery_percent` before a Mac on battery
-shares again."""
+"""Percentage points of charge above `sharing.min_battery_percent` at which a Mac on battery shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
@@ -107,7 +106,7 @@ class SharingRule:
     idle: float = 600.0
     """Seconds without input after which a Mac is idle."""
     battery: int = 0
-    """Minimum charge in percent to accept work on battery; 0: any charge."""
+    """Minimum charge in percent to accept work on battery; 0 for any charge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +114,7 @@ class SharingPause:
     """Pause of this Mac that a person set."""
 
     until: float | None
-    """End in Unix seconds; None: until `cluster resume`."""
+    """End in Unix seconds; None if the pause lasts until `cluster resume`."""
     by: str = ""
     """Name of the person or key; empty for the owner of the Mac."""
 

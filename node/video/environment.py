@@ -97,7 +97,7 @@ def describe_missing(folder: Path) -> str:
 def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
     """Build the environment below `folder` unless it exists, and return its path.
 
-    `wheelhouse` is a folder with all packages; None: download them. Raise `EnvironmentBuildError` or `OSError` if the
+    `wheelhouse` is a folder with all packages; None downloads them. Raise `EnvironmentBuildError` or `OSError` if the
     environment cannot be built. A failed build leaves no files of the new environment.
     """
     files = find_requirement_files()
@@ -125,8 +125,8 @@ def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
 def build_environment(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
     """Create a virtual environment in `built` with the packages of the requirement `files`.
 
-    `wheelhouse` is a folder with all packages; None: download them, builds of torch to the folder `wheels`. Raise
-    `EnvironmentBuildError` if a command fails, `OSError` if it cannot be started.
+    `wheelhouse` is a folder with all packages; None downloads them, and stores builds of torch in the folder `wheels`.
+    Raise `EnvironmentBuildError` if a command fails, and `OSError` if it cannot be started.
     """
     run_command([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):

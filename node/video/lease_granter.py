@@ -146,8 +146,10 @@ class LeaseGranter:
         return leases.refuse(request, code, other, leases.HELD_RETRY_SECONDS) if other else None
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
-        """Return a refusal; None if the lease fits. Before a refusal for lack of memory, ask the engine once to free
-        it."""
+        """Return a refusal; None if the lease fits.
+
+        Before a refusal for lack of memory, ask the engine once to free it.
+        """
         refused = self._judge(request)
         if refused is None or refused.headroom is None:
             return refused

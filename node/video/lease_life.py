@@ -147,7 +147,7 @@ class ReleaseOrdered:
 
 @dataclass(frozen=True, slots=True)
 class PauseChanged:
-    """Event: the node accepts no leases for the reason `reason`; empty: the node accepts leases again."""
+    """Event: the node accepts no leases for the reason `reason`; empty if it accepts leases again."""
 
     reason: str
 

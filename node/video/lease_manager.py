@@ -162,8 +162,7 @@ class LeaseManager:
             self._callbacks.send(LeaseEnded(order.lease, order.generation, LeaseEndCode.WORKER_LOST, text))
 
     def pause(self, why: str) -> None:
-        """Refuse new leases for the reason `why`, also a lease that is being granted. A held lease continues. An empty
-        text ends the pause."""
+        """Refuse new leases, also a lease that is being granted, for the reason `why`; empty to end the pause."""
         self._apply(lease_life.PauseChanged(why))
 
     def end(self, why: str) -> None:
@@ -191,8 +190,7 @@ class LeaseManager:
         self._granter.on_engine_change()
 
     def _apply(self, event: lease_life.Event) -> None:
-        """Apply an event to the state machine and perform its actions. An illegal event is logged and changes
-        nothing."""
+        """Apply an event and perform its actions. An illegal event is logged and changes nothing."""
         try:
             self._life, actions = lease_life.step(self._life, event)
         except IllegalEventError as error:
@@ -238,8 +236,8 @@ class LeaseManager:
         self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the current lease with its worker, wait until both have ended, and refuse all further leases. Do not wait
-        for a worker of an earlier agent."""
+        """End the current lease with its worker, wait until both have ended, and refuse all further leases.
+        Workers of an earlier agent are not awaited."""
         if self._recovery is not None:
             self._recovery.cancel()
         self._apply(lease_life.NodeStopping())

@@ -85,8 +85,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
     pid: int
     """Process id of the group's leader."""
     born: str
-    """Start time of the leader, which distinguishes it from a later process with the same id; empty if it could not be
-    read."""
+    """Start time of the leader, which distinguishes it from a later process with the same id; empty if unreadable."""
 
 
 class LeaseRecord(Struct, frozen=True, kw_only=True):

@@ -53,9 +53,9 @@ class PackageComponent:
 
 
 def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
-    """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
+    """Return all packages of the model folders and of the Hugging Face cache `hub`, by name; None for no cache.
 
-    Packages that cannot be used are included with the reason as `cause`. Packages with invalid names are left out. Of
+    Packages that cannot be used are included, with the reason as `cause`. Packages with invalid names are omitted. Of
     packages with equal names, the first is returned.
     """
     packages: dict[str, Package] = {}
@@ -82,7 +82,7 @@ def _describe_safely(name: str, folder: Path) -> VideoPackage | None:
 
 
 def describe_package(name: str, folder: Path) -> VideoPackage | None:
-    """Return the description of the package in `folder`, without loading it; None if it is no supported package.
+    """Return the description of the package in `folder`, without loading it; None if it is not a supported package.
 
     Exceptions for invalid configs of its components propagate.
     """

@@ -54,7 +54,7 @@ class ApiKey:
     created: float
     """Creation time in Unix seconds."""
     expires: float | None = None
-    """Expiry in Unix seconds; None: the key never expires."""
+    """Expiry in Unix seconds; None if the key never expires."""
     limits: KeyLimits | None = None
     """Limits of the key; None if only the bounds for every key apply."""
 
@@ -109,7 +109,7 @@ class KeyRing:
     """All API keys in memory, to authenticate clients. The coordinator persists the keys.
 
     `pepper` is the secret of the digests (`compute_digest`). `clock()` returns Unix seconds. `anonymous` is the key for
-    requests without a key; None: such requests are refused.
+    requests without a key; None refuses such requests.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class KeyRing:
         self.refused = 0
         """Number of texts for which `check` returned None."""
         self.anonymous = anonymous
-        """Key for requests without a Macpool key; None: such requests are refused."""
+        """Key for requests without a Macpool key; None if such requests are refused."""
 
     def put(self, key: ApiKey) -> None:
         """Add a key, or replace the key with the same id."""

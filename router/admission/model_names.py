@@ -31,15 +31,19 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     candidates: tuple[str, ...]
     """Models in order of preference, at least one; exactly one if the name is not an alias."""
     permitted: str
-    """Name to check against the model limits of the key: the alias if the key may use it by name, else the first of
-    `candidates`."""
+    """Name to check against the model limits of the key.
+
+    It is the alias if the key may use it by name, else the first of `candidates`.
+    """
     alias: str = ""
-    """Alias that the client named; empty if the name is no alias."""
+    """Alias that the client named; empty if the name is not an alias."""
     profile: str = ""
     """Profile that the client named; empty without one."""
     upstream: str = ""
-    """Name of the upstream at the end of the alias; empty without one. Also empty for a key that may not use the alias
-    by its name."""
+    """Name of the upstream at the end of the alias; empty for none.
+
+    It is also empty for a key that may not use the alias by its name.
+    """
 
 
 class ModelNames:

@@ -23,8 +23,9 @@ from typing import Generic, TypeVar
 from wire.refusals import RefusalCode, Refused
 
 QUANTUM_TOKENS = 256
-"""Tokens that a key of weight 1 earns per round. A key of normal priority has weight 4 and earns 1,024 tokens, the size
-of a common request.
+"""Tokens that a key of weight 1 earns per round.
+
+A key of normal priority has weight 4 and earns 1,024 tokens, the size of a common request.
 """
 MAX_OVERTAKES = 8
 """Number of overtakes after which room is kept for a request."""
@@ -39,8 +40,10 @@ KEY_SHARE_DIVISOR = 4
 MIN_KEY_SHARE = 16
 """Minimum share of one key, in queued requests."""
 PACE_ROUNDS = 4
-"""Length of the moving average of the pace, which is the seconds per placed request. A new value has the weight
-1/`PACE_ROUNDS`."""
+"""Length of the moving average of the pace, which is the seconds per placed request.
+
+A new value has the weight 1/`PACE_ROUNDS`.
+"""
 
 T = TypeVar("T")
 
@@ -97,7 +100,7 @@ class _KeyQueue(Generic[T]):
 class AdmissionQueue(Generic[T]):
     """Bounded queue of requests before placement, fair between API keys. The caller passes times and places requests.
 
-    `limit` is the maximum length of the queue; 0: the length follows from the number of nodes (`compute_limit`).
+    `limit` is the maximum length of the queue; 0 computes it from the number of nodes (`compute_limit`).
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -149,7 +152,7 @@ class AdmissionQueue(Generic[T]):
         `now` and `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow.
         `weight` is the weight of the key in the round robin.
 
-        `share` is the key's maximum number of queued requests, without exceptions; None: `compute_share`. A key may
+        `share` is the key's maximum number of queued requests, without exceptions; None for `compute_share`. A key may
         exceed `compute_share` while no other key waits, the places of one share stay free, and the recent pace meets
         the deadline. Requests with `begun`, which were on a node before, have no limit.
         """
@@ -221,8 +224,10 @@ class AdmissionQueue(Generic[T]):
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
-        """Remove all requests whose deadline has passed at `now` (monotonic seconds). Return their items, oldest
-        first."""
+        """Remove all requests whose deadline has passed at `now` (monotonic seconds).
+
+        Return their items, oldest first.
+        """
         late = sorted((entry for entry in self.list_entries() if entry.deadline <= now), key=lambda entry: entry.number)
         for entry in late:
             self.remove(entry)
@@ -283,8 +288,10 @@ class AdmissionQueue(Generic[T]):
         return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
     def _charge_placed(self, entry: QueuedRequest[T], rounds: int, untried: dict[str, deque[QueuedRequest[T]]]) -> None:
-        """Credit `rounds` to every competing key and charge the request's key; that key stays at the front until its
-        credit is spent."""
+        """Credit `rounds` to every competing key, and charge the request's key.
+
+        That key stays at the front until its credit is spent.
+        """
         if entry.key not in self._lanes:
             return
         for key in list(self._lanes):

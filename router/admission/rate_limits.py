@@ -178,7 +178,7 @@ class RateLimits:
     def admit(self, key: str, demand: ResourceDemand, now: float, limits: KeyLimits | None = None) -> int | Refused:
         """Admit a request and return the tokens that it is charged; or return the refusal.
 
-        `limits` are the limits of the key, if the caller has them; None: look them up. A refusal names the exceeded
+        `limits` are the limits of the key, if the caller has them; None looks them up. A refusal names the exceeded
         limit and the wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens.
         After an admission, the caller must call `record_end`.
         """
@@ -319,7 +319,7 @@ def refuse_model(model: str, limits: KeyLimits) -> Refused:
 def estimate_probable_tokens(demand: ResourceDemand) -> int:
     """Return the expected tokens of a request: its prompt, and for each choice its limit or `DEFAULT_ANSWER_TOKENS`.
 
-    The lower of both counts, because few answers reach a high limit.
+    The lower of these two numbers is used, because few answers reach a high limit.
     """
     most = demand.max_tokens or DEFAULT_ANSWER_TOKENS
     answer = most if most < DEFAULT_ANSWER_TOKENS else DEFAULT_ANSWER_TOKENS

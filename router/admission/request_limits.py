@@ -51,8 +51,10 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or a grammar for an answer."""
 MAX_SCHEMA_CHOICES = 1024
 MAX_TOOLS_BYTES = 256 * 1024
-"""Maximum bytes of the tools of a body as JSON. Except in Anthropic's bodies, the limit also applies to arguments of a
-call that are an object, and to a foreign item."""
+"""Maximum bytes of the tools of a body as JSON.
+
+Except in Anthropic's bodies, the limit also applies to arguments of a call that are an object, and to a foreign item.
+"""
 MAX_VARIABLES_BYTES = 16 * 1024
 """Maximum bytes of the variables of a chat template as JSON."""
 MAX_JSON_DEPTH = 64

@@ -21,11 +21,15 @@ TEMPLATE_TOKENS = 4096
 """Tokens that a chat template may add to a prompt, in addition to `MESSAGE_TOKENS` for each message."""
 MESSAGE_TOKENS = 32
 INPUT_TOKENS = 512
-"""Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
-last token."""
+"""Maximum tokens that a model adds to each text of a request for embeddings or scores.
+
+These are an instruction, a first and a last token.
+"""
 UNSENT_TOKENS = 8
-"""Tokens of one choice that a node may count without sending them: the end token, and tokens held back for a stop
-string."""
+"""Tokens of one choice that a node may count without sending them.
+
+These are the end token, and tokens held back for a stop string.
+"""
 QUOTING = {
     RefusalCode.INVALID: "its grammar or a value is invalid for this model; the response to the client has the details",
     RefusalCode.UNSUPPORTED: "the model lacks a feature of the request; the response to the client has the details",

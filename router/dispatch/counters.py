@@ -41,7 +41,7 @@ FAILED = "failed"
 OUTCOMES = frozenset({"ok", FAILED, *RefusalCode, *FailureCode} - {FailureCode.COMMAND_TIMEOUT})
 """Outcomes of a request: `ok`, a code of `RefusalCode` or `FailureCode`, or `FAILED` for any other.
 
-`COMMAND_TIMEOUT` is left out, because only commands end with it.
+`COMMAND_TIMEOUT` is omitted, because only commands end with it.
 """
 
 

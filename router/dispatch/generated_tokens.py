@@ -42,7 +42,7 @@ class GeneratedTokens:
     def discard_ids(self, delta: Delta | None = None) -> None:
         """Discard the stored ids and those of `delta`, and keep only their number.
 
-        The answer can then no longer be resumed. None is no delta.
+        The answer can then no longer be resumed. None discards only the stored ids.
         """
         self._discarded = self.total + (0 if delta is None else len(delta.ids))
         self.ids = []

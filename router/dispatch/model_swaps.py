@@ -14,7 +14,8 @@ to all loaded models waits for rows to end, as usual, and no node swaps models f
 
 Rules
 
-One turn per node, and one per model, at a time. A pinned (preloaded) model is never unloaded.
+A node has at most one turn at a time, and at most one turn at a time loads a model. A pinned (preloaded) model is never
+unloaded.
 
 Idle models are unloaded at once. A model in use is unloaded for a request that has waited `SWAP_AFTER_SECONDS`, once
 the slice of that model has ended. Every request for the model in use that has waited longer goes first.
@@ -233,7 +234,10 @@ class SwapPlanner:
         )
 
     def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the duration in seconds of the slice of the model `name`, while requests wait for `model_to_load`."""
+        """Return the seconds of the slice of the model `name` on a node, while requests wait for `model_to_load`.
+
+        Raise `KeyError` if the node does not have both models.
+        """
         load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
         mine = {
             use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())

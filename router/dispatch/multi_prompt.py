@@ -173,7 +173,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 
 
 class MergedResponse(MergedAnswer[CollectedAnswer]):
-    """Whole answer of several requests, read once at the end; see `CollectedAnswer`."""
+    """Complete answer of several requests, read once at the end; see `CollectedAnswer`."""
 
     async def wait_for_outcome(self) -> Outcome:
         """Wait without a time limit for the outcome, and return it. A cancellation does not end the requests."""

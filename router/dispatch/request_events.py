@@ -164,7 +164,7 @@ class Release(Action, frozen=True, gc=False):
 
 
 class CancelAttempt(Action, frozen=True, gc=False):
-    """Action: send the node of an attempt a cancel."""
+    """Action: cancel an attempt on its node."""
 
     node: NodeId
     attempt: int

@@ -93,8 +93,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     headroom: int | None = None
     """Bytes of headroom minus `withheld`; None if the memory cannot be read. If `Memory.guard` is False, `need`."""
     withheld: int = 0
-    """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
-    a refusal."""
+    """Bytes subtracted from the node's headroom.
+
+    These are reservations that its report does not contain, and a correction after a refusal.
+    """
     memory: Memory = Memory()
     """Memory reading in the node's report."""
     prompt_tokens: int = 0
@@ -199,8 +201,7 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     lost: Collection[NodeId] = ()
     """Nodes that were lost or stopped while they had the request, and are not ready again."""
     waiting: int = -1
-    """Arrival number of the queued request (`ActiveRequest.number`), whose own hold does not count against it; -1 for
-    none."""
+    """Number of the queued request (`ActiveRequest.number`), whose own hold does not count against it; -1 for none."""
     version: ModelVersion | None = None
     """Only version of the model that may serve the request; None allows any.
 

@@ -67,8 +67,10 @@ class NodeView:
     id: NodeId
     name: str
     state: str
-    """A `NodeState`. Or `router.dispatch.parts.placer.FAILING` while requests must not use the node's engine, because
-    its circuit breaker is open or a probe runs."""
+    """A `NodeState`, or `router.dispatch.parts.placer.FAILING`.
+
+    The latter means that requests must not use the node's engine, because its circuit breaker is open or a probe runs.
+    """
     cordoned: bool = False
     """Whether an administrator excludes the node from new requests."""
     reported_at: float = 0.0

@@ -184,8 +184,10 @@ def evaluate_node(
 
 
 def _find_barring_turn(node: NodeView, model: Model, ledger: ReservationLedger) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code of a model swap that bars new requests for a model on a node; empty and None without
-    one."""
+    """Return the reason and code of a model swap that bars new requests for a model on a node.
+
+    Return an empty text and None if no swap bars them.
+    """
     turn = ledger.turns.get(node.id)
     if turn is None or not turn.is_barred(model.name, model.loaded):
         return "", None

@@ -117,7 +117,7 @@ class PrefixAffinity:
         return len(self._nodes_by_hash) + len(self._sessions) + len(self._prompts)
 
     def estimate_shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
-        """Return the share of a prompt that is probably cached, 0 to 1, by node. Nodes without a share are left out."""
+        """Return the share of a prompt that is probably cached, 0 to 1, by node. Nodes without a share are omitted."""
         shares: dict[NodeId, float] = {}
         for link, size in reversed(chain.hashes):
             nodes = self._nodes_by_hash.get(link)

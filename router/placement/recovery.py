@@ -54,7 +54,7 @@ def classify_loss(code: str) -> LossKind | None:
 def is_fault(code: str) -> bool:
     """Return whether a failure code is a fault of the engine, which the circuit breaker of the engine counts.
 
-    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults. All other codes count as
+    A failed grammar is a fault of the client. A lost node and a lack of memory are not faults. All other codes count as
     faults, including unknown ones.
     """
     return code != FailureCode.GRAMMAR_FAILED and classify_loss(code) not in (LossKind.NODE, LossKind.MEMORY)

@@ -100,8 +100,10 @@ def _refuse_load_failed(known: list[NodeView], request: ResourceDemand, causes: 
 
 
 def _name_missing_features(serving: list[NodeView], request: ResourceDemand) -> str:
-    """Name the requested features that no member offers with this model, in any state. Name all of them if no member
-    offers all together; return an empty text if one does."""
+    """Name the requested features that no member offers with this model, in any state.
+
+    Name all of them if no member offers all together. Return an empty text if a member does.
+    """
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
         return ""

@@ -48,8 +48,8 @@ class Reservation(msgspec.Struct, gc=False):
     seconds: float = 0.0
     """Expected prefill time of the prompt on that node, in seconds."""
     weights: int = 0
-    """Bytes of weights that the node must load for the request; 0 without a load, and once the node's report counts
-    them."""
+    """Bytes of weights that the node must load for the request; 0 for no load, and once the node's report counts them.
+    """
     rows: int = 1
     """Decode rows: one for each choice."""
     admitted: bool = False
@@ -79,8 +79,10 @@ class NodeReservations:
     need: int = 0
     """Reserved bytes that the node's report does not contain."""
     tokens: int = 0
-    """Tokens to prefill that the node's report does not contain: prompt tokens that are probably not cached, and known
-    tokens of resumed answers."""
+    """Tokens to prefill that the node's report does not contain.
+
+    These are prompt tokens that are probably not cached, and known tokens of resumed answers.
+    """
     rows: int = 0
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])

@@ -2,7 +2,7 @@
 
 `build_node_view` converts a report into values that the placement arithmetic can use: no NaN, no infinity, no negative
 size, count or time. An impossible value never increases the headroom of a node. An impossible footprint counts as
-unreadable, and the router then places no requests on the node. A model with an impossible size is left out. The node's
+unreadable, and the router then places no requests on the node. A model with an impossible size is omitted. The node's
 own gate still decides which requests run. Texts are bounded and printable, because people read them in terminals.
 """
 
@@ -83,7 +83,7 @@ def build_node_view(
     frames: frozenset[int] = frozenset(),
     awaited: bool = False,
 ) -> NodeView:
-    """Build the view of a node from its report and its membership. Impossible values are corrected or left out.
+    """Build the view of a node from its report and its membership. Impossible values are corrected or omitted.
 
     `NodeView` describes the other arguments at its fields with their names.
     """
@@ -166,7 +166,7 @@ def _sanitize_lease(lease: LeaseState) -> LeaseState:
 
 
 def sanitize_memory(memory: Memory) -> Memory:
-    """Return a memory reading with impossible numbers corrected. A negative footprint becomes None: unreadable."""
+    """Return a memory reading with impossible numbers corrected. A negative footprint becomes None (unreadable)."""
     phys = memory.phys
     return replace(
         memory,
@@ -335,8 +335,11 @@ def _sanitize_speed(speed: float, unmeasured: float) -> float:
 
 
 def _limit_seconds(seconds: float) -> float:
-    """Return a load time or the age of a reading. A negative, too large or undefined value is `MAX_LOAD_SECONDS`,
-    because 0 would mean a loaded model or a new reading."""
+    """Return a load time or the age of a reading.
+
+    A negative, too large or undefined value is `MAX_LOAD_SECONDS`, because 0 would mean a loaded model or a new
+    reading.
+    """
     return _replace_out_of_range(seconds, 0.0, MAX_LOAD_SECONDS, MAX_LOAD_SECONDS)
 
 

@@ -17,12 +17,13 @@ def choose_unloading_node(
     trials: AttemptHistory,
     rates: Mapping[str, float],
 ) -> Candidate | None:
-    """Return the idle node that should unload unused models for a request; None without a suitable node.
+    """Return the idle node that should unload unused models for a request; None if no node is suitable.
 
     A suitable node is large enough for the request once it has unloaded models. The node with the lowest
-    `compute_unload_cost` is chosen; of equal ones, the node with the most headroom. `serving` are the nodes with the
-    model, `offers` their arithmetic for the request. `trials` are the earlier attempts of the request. `rates` are the
-    expected requests per second of each model.
+    `compute_unload_cost` is chosen, and of nodes with equal costs the node with the most headroom.
+
+    `serving` are the nodes with the model, and `offers` are these nodes as candidates for the request. `trials` are the
+    earlier attempts of the request. `rates` are the expected requests per second of each model.
 
     Return None also while a node that lacks only memory has loaded or is loading the model, because the request then
     only has to wait.

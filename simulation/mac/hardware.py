@@ -22,8 +22,10 @@ MEASURED_BYTES = 3.83e9
 BATCH_COST = 0.15
 """Time that each further row adds to a decode step, as a share of the time to read the weights."""
 METAL_SHARE = 0.75
-"""Metal limit of a Mac with more than `METAL_SMALL` bytes of RAM, as a share of the RAM. This limit is the default cap
-of a node, because no other term is lower."""
+"""Metal limit of a Mac with more than `METAL_SMALL` bytes of RAM, as a share of the RAM.
+
+This limit is the default cap of a node, because no other term is lower.
+"""
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
 """Metal limit of a Mac with at most `METAL_SMALL` bytes of RAM, as a share of the RAM; and that RAM in bytes."""
 BASE = 700 * 1024**2

@@ -149,8 +149,10 @@ class SimulatedNode:
     def _find_refusal(
         self, simulated: SimulatedModel, shape: RequestShape, frame: Generate, now: float
     ) -> Refused | None:
-        """Check for room after evicting chats and unloading idle models. Return None if there is room, else the
-        refusal. Preempted requests come first."""
+        """Check for room after evicting chats and unloading idle models.
+
+        Return None if there is room, else the refusal. Preempted requests come first.
+        """
         model = simulated.to_report(now)
         need = estimate_request_need(model, shape.prompt, shape.answer_tokens) - (
             model.weights if simulated.loading else 0

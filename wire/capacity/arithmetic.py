@@ -47,8 +47,7 @@ MIN_MARGIN_BYTES = 512 * MIB
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
-"""Margin of a profiled node divided by its residual: the default of 12 GiB divided by the excess of 10.6 GiB that it
-covers."""
+"""Quotient of a profiled node's margin and residual. The default margin of 12 GiB covers an excess of 10.6 GiB."""
 MIN_PROFILED_MARGIN_SHARE = 0.02
 """Minimum margin divided by the cap, if every loaded model has a profile."""
 KV_GROWTH_TOKENS = 64
@@ -102,7 +101,7 @@ def compute_current(active: int, phys: int | None, recent: int) -> int | None:
 def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
     """Return ceiling − margin − `now` − reserved in bytes, negative above the limit; None if `now` is None.
 
-    `now` is the memory in use in bytes: `compute_current`, or `compute_occupied` for a report. None: it is unknown.
+    `now` is the memory in use in bytes: `compute_current`, or `compute_occupied` for a report; None if unknown.
     """
     return None if now is None else ceiling - margin - now - reserved
 
@@ -110,7 +109,7 @@ def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) 
 def compute_occupied(memory: Memory) -> int | None:
     """Return the memory in use in bytes without the reusable bytes of a report; None if the footprint is unknown.
 
-    On the node itself `reusable` is 0: the gate may count on these bytes only after they were freed.
+    On the node itself `reusable` is 0, because the gate may count on these bytes only after they were freed.
     """
     now = compute_current(memory.active, memory.phys, memory.recent)
     return None if now is None else max(0, now - memory.reusable)
@@ -201,8 +200,7 @@ def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
 
 
 def exceeds_headroom(memory: Memory, estimate: int) -> bool:
-    """Return whether `estimate` more bytes are known not to fit; False if the memory cannot be read or the guard is
-    off."""
+    """Return whether `estimate` more bytes are known not to fit; False if memory is unreadable or the guard is off."""
     answer = judge(memory, estimate)
     return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
 
@@ -326,9 +324,9 @@ def estimate_tokenize_bytes(
 ) -> int:
     """Return the transient bytes to tokenize a text of `text` bytes; 0 for at most UNCHECKED_TOKENIZE_BYTES.
 
-    `files` is the size of the tokenizer's files in bytes. `loads`: whether the tokenizer is loaded first. `guides`:
-    whether its tables for grammars are built first. Every byte of the text may be one token. `context` is the context
-    length in tokens, soon after which tokenization stops; 0: the whole text is tokenized.
+    `files` is the size of the tokenizer's files in bytes. `loads` tells whether the tokenizer is loaded first, and
+    `guides` whether its tables for grammars are built first. Every byte of the text may be one token. `context` is the
+    context length in tokens, soon after which tokenization stops; 0 if the whole text is tokenized.
     """
     if not (loads or guides) and text <= MAX_UNCHECKED_TEXT_BYTES:
         return 0  # a shortcut for most prompts
@@ -343,10 +341,9 @@ def estimate_tokenize_bytes(
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
-    """Return whether a request with `choices` answers would fit on the idle node, with no other model loaded; True
-    without the guard.
+    """Return whether a request with `choices` answers would fit on the idle node, with no other model loaded.
 
-    Weights, KV and transient must be within `compute_most_bytes`.
+    Weights, KV and transient must be within `compute_most_bytes`. Return True if the guard is off.
     """
     if not memory.guard:
         return True
@@ -354,14 +351,12 @@ def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens
 
 
 def compute_most_bytes(memory: Memory) -> int:
-    """Return the bytes that weights, rows and transients may take together: cap − margin − `Memory.base`; may be
-    negative."""
+    """Return the bytes that weights, rows and transients may take together, cap − margin − base; may be negative."""
     return memory.cap - memory.margin - memory.base
 
 
 def compute_most_weights(memory: Memory) -> int:
-    """Return the maximum bytes of a model load: cap − `Memory.base`, without the margin (`judge_load`); may be
-    negative."""
+    """Return the maximum bytes of a model load (`judge_load`), cap − base without the margin; may be negative."""
     return memory.cap - memory.base
 
 

@@ -118,8 +118,10 @@ class PrefillFairness:
 
     def __init__(self) -> None:
         self._read: dict[str, float] = {}
-        """Prefilled tokens of each key divided by its weight. A key that returns starts at the current minimum, because
-        idle time earns no credit."""
+        """Prefilled tokens of each key divided by its weight.
+
+        A key that returns starts at the current minimum, because idle time earns no credit.
+        """
 
     def count_prefilled(self, key: WeightedKey, tokens: float) -> None:
         """Count prefilled tokens of a key. Tokens of a key without a prompt in the last `choose_next` do not count."""

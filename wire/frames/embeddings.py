@@ -15,8 +15,11 @@ from wire.frames.frame import Frame
 MAX_INPUTS = 2048
 """Maximum number of texts in one Embed."""
 MAX_VECTORS_BYTES = 48 * 1024
-"""Maximum bytes of the vectors of one frame, and of one vector: 12,288 numbers. The frame is below
-`wire.codec.MAX_PLAIN_BYTES`, because a fragmented frame could be overtaken by the Finished of its request."""
+"""Maximum bytes of the vectors of one frame, and of one vector: 12,288 numbers.
+
+The frame is below `wire.codec.MAX_PLAIN_BYTES`, because a fragmented frame could be overtaken by the Finished of its
+request.
+"""
 NUMBER_BYTES = 4
 """Bytes of a number in single precision."""
 
@@ -37,17 +40,17 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     ids: Annotated[tuple[Ids, ...], Meta(max_length=MAX_INPUTS)] = ()
     """Texts as token ids of the model; no special token is added to them."""
     dimensions: Tokens = 0
-    """Length of each vector; 0: the full length of the model."""
+    """Length of each vector; 0 for the full length of the model."""
     truncate: bool = False
-    """Whether a text longer than the context is cut. Without `truncate`, the request is refused."""
+    """Whether a text longer than the context is truncated. Otherwise the request is refused."""
     prompt: Word = ""
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
     weighted_key: WeightedKey = WeightedKey()
     """API key of the request, for the shares of the node's rows and memory (`wire.capacity.fairness`)."""
     query: Long = ""
-    """Query that the documents are scored for; empty for embeddings."""
+    """Query for which the documents are scored; empty for embeddings."""
     max_tokens: Tokens = 0
-    """Maximum tokens of each document, at which a longer document is cut; 0: no maximum besides the context."""
+    """Maximum tokens of each document, which is truncated there; 0 for no maximum besides the context."""
     cache_scope: Word = ""
     """Scope of cached prefixes, as in Generate."""
 
@@ -64,8 +67,10 @@ class Vectors(Frame, frozen=True, array_like=True, gc=False):
     places: Annotated[tuple[Natural, ...], Meta(max_length=MAX_INPUTS)]
     """Position of each text in the request, from 0."""
     data: Annotated[bytes, Meta(max_length=MAX_VECTORS_BYTES)]
-    """Numbers of all vectors in the order of `places`, in single precision, little endian. All vectors have the same
-    length."""
+    """Numbers of all vectors in the order of `places`, in single precision, little endian.
+
+    All vectors have the same length.
+    """
 
 
 def split_vectors(request: int, places: Sequence[int], data: bytes) -> Iterator[Vectors]:

@@ -90,8 +90,10 @@ class RestoreModels(Frame, frozen=True, array_like=True, gc=False):
 
 
 class StopEngine(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → engine: free all memory and end the process after the native call in progress. The agent sends no
-    frame after this one."""
+    """Agent → engine: free all memory and end the process after the native call in progress.
+
+    The agent sends no frame after this one.
+    """
 
     seconds: Seconds
     """Seconds after which the engine exits in any state."""
@@ -115,7 +117,9 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Prompt tokens of the engine's requests that are not prefilled yet."""
     acked_seq: Number = 0
     """Highest `seq` of a Generate or Embed that the engine has admitted, queued or refused; 0 before the first.
-    `memory.reserved` counts the admitted ones."""
+
+    `memory.reserved` counts the admitted ones.
+    """
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     limits_number: Number = 0
@@ -123,8 +127,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     enforced: Number = 0
     """`poll` of the last ReduceMemory that was applied; 0 before the first."""
     unreturned: Difference = 0
-    """Bytes that stayed allocated although no model is loaded any more; 0 within a tolerance, or after the next
-    load."""
+    """Bytes that stayed allocated after the last model was unloaded; 0 within a tolerance, or after the next load."""
     measures: GateMeasures = GateMeasures()
     """Counts of the gate, with which the agent answers `FetchRequest("metrics")`."""
     freed_order: Number = 0

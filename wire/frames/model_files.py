@@ -1,8 +1,8 @@
-"""Frames about the files of models: pull, serve, verify, remove and quantize them. The coordinator orders, the agent
-performs.
+"""Frames about the files of models: pull, serve, verify, remove and quantize them.
 
-An order of the coordinator has a number, which the answers of the node repeat. Each order has one end, after any number
-of ModelOrderProgress. The node may send its ModelOrderEnded again on a new link.
+The coordinator orders, the agent performs. An order of the coordinator has a number, which the answers of the node
+repeat. Each order has one end, after any number of ModelOrderProgress. The node may send its ModelOrderEnded again on a
+new link.
 """
 
 from enum import StrEnum
@@ -141,8 +141,10 @@ class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
 
 
 class RelayJoined(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the connection is relayed to a connection of the other node. All bytes after this frame come
-    from that node."""
+    """Coordinator → node: the connection is relayed to a connection of the other node.
+
+    All bytes after this frame come from that node.
+    """
 
 
 class CancelModelOrder(Frame, frozen=True, array_like=True, gc=False):
@@ -158,8 +160,7 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     phase: Word
     """A `ModelOrderPhase`, or the phase of a newer node."""
     done: Size = 0
-    """Bytes done so far in the phase: compared, on the disk, hashed, sent by a mirror, or computed as quantized
-    weights."""
+    """Bytes done so far in the phase: compared, on disk, hashed, sent by a mirror, or computed as quantized weights."""
     total: Size = 0
     """Bytes of `done` at the end of the order or phase; for a mirror the bytes of all files. 0 if unknown."""
     speed: Real = 0.0
@@ -173,8 +174,10 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     """Fault from which the node recovers, such as a lost source; empty without one."""
     from_mirror: bool = False
-    """Whether the download has a mirror or relay among its sources. For an order to download from the hub, this is
-    possible if the order is attached to the download of another pull."""
+    """Whether the download has a mirror or relay among its sources.
+
+    For an order to download from the hub, this is possible if the order is attached to the download of another pull.
+    """
 
 
 class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):

@@ -147,13 +147,17 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     top_k: Signed | None = None
     """Number of most likely tokens to draw from; 0 or less allows all tokens, None selects the default of the model."""
     min_p: Real | None = None
-    """Minimum probability of a token, as a share of that of the most likely token; 0: no minimum, None: the model's
-    default."""
+    """Minimum probability of a token, as a share of that of the most likely token; 0 for no minimum.
+
+    None selects the default of the model.
+    """
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
-    """Factor for the logits of tokens that occurred: positive logits are divided by it, negative ones multiplied. 1
-    selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are subtracted."""
+    """Factor for the logits of tokens that occurred: positive logits are divided by it, negative ones multiplied.
+
+    1 selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are subtracted.
+    """
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
     """Pairs of a token id and the number that is added to its logit."""
     logprobs: bool = False
@@ -170,8 +174,10 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     seq: Number
-    """Sequence number, which grows with every Generate and Embed. A report acknowledges the highest one in
-    `acked_seq`."""
+    """Sequence number, which grows with every Generate and Embed.
+
+    A report acknowledges the highest one in `acked_seq`.
+    """
     request_id: Word
     """Request id for logs, as the client knows it."""
     model: Word
@@ -188,8 +194,10 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     template: Long = ""
     """JSON object of further variables of the chat template; empty for none."""
     resume: Annotated[tuple[Ids, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Token ids by choice that another node has generated; empty for a new answer. The engine continues after them and
-    does not send their text; usage counts them."""
+    """Token ids by choice that another node has generated; empty for a new answer.
+
+    The engine continues after them and does not send their text; usage counts them.
+    """
     text: Long = ""
     """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
@@ -205,7 +213,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     content: Word = ""
     """Content hash of the model that began a resumed answer; empty if unknown."""
     context_limit: Tokens = 0
-    """Maximum tokens of prompt and answer together; 0: the context of the model."""
+    """Maximum tokens of prompt and answer together; 0 for the context of the model."""
 
     def get_known_ids(self, choice: int) -> tuple[int, ...]:
         """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""
@@ -246,12 +254,14 @@ class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class ClearCache(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: delete the cached prefixes of a model, in memory and on the disk. The answer is Finished,
-    Refusal or Failed."""
+    """Coordinator → engine: delete the cached prefixes of a model, in memory and on the disk.
+
+    The answer is Finished, Refusal or Failed.
+    """
 
     request: Number
     model: Word
-    """Name of the model, or the fingerprint of a deleted model whose cache remains; empty: all models."""
+    """Name of the model, or the fingerprint of a deleted model whose cache remains; empty for all models."""
 
 
 class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
@@ -266,8 +276,10 @@ class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: cancel a request, a CountTokens or a ProfileModel. The engine sends no further frame about
-    it. A load continues."""
+    """Coordinator → engine: cancel a request, a CountTokens or a ProfileModel.
+
+    The engine sends no further frame about it. A load continues.
+    """
 
     request: Number
 
@@ -302,15 +314,19 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
     ids: Ids
     """Ids of the new tokens, in their order."""
     pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
-    """Pairs of channel (`Channel`) and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`,
-    `name`, `arguments` (JSON text)."""
+    """Pairs of channel (`Channel`) and text.
+
+    A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`, `name`, `arguments` (JSON text).
+    """
     logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
     """Log probabilities of tokens, if the request asks for them; empty otherwise."""
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the new tokens of requests in an engine step. `split_deltas` splits a step with many rows
-    or long texts into several frames."""
+    """Engine → coordinator: the new tokens of requests in an engine step.
+
+    `split_deltas` splits a step with many rows or long texts into several frames.
+    """
 
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 

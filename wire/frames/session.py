@@ -53,8 +53,10 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     takeover: bool = False
     """Whether this link replaces the link of the same instance without ending its requests."""
     generation: Number = 0
-    """Highest generation that the node has received in Welcome; 0 before the first. A coordinator with a lower one is
-    outdated."""
+    """Highest generation that the node has received in Welcome; 0 before the first.
+
+    A coordinator with a lower one is outdated.
+    """
     seal: Blob = b""
     """Signature of `generation` by the CA, from `Welcome.seal`; empty before the first Welcome with a signature."""
     frames: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
@@ -151,8 +153,10 @@ class Goodbye(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node, or agent → engine: check that the receiver responds. A node answers with a Report, an engine
-    with a Pong."""
+    """Coordinator → node, or agent → engine: check that the receiver responds.
+
+    A node answers with a Report, an engine with a Pong.
+    """
 
     nonce: Number
 
@@ -190,18 +194,25 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     number: Number
     """Number of the request, which its answers repeat."""
     source: Text
-    """`logs`, `artifact:LEASE/NAME` or `metrics`. The answer to `metrics` is all of `NodeMeasures` as msgpack: `offset`
-    and `limit` have no effect."""
+    """`logs`, `artifact:LEASE/NAME` or `metrics`.
+
+    The answer to `metrics` is all of `NodeMeasures` as msgpack: `offset` and `limit` have no effect.
+    """
     offset: Difference = 0
-    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0; if the log
-    was rotated meanwhile, it is an offset in the rotated file."""
+    """First byte. A negative offset counts from the end.
+
+    An offset above the size of the file counts as 0; if the log was rotated meanwhile, it is an offset in the rotated
+    file.
+    """
     limit: Size = 0
     """Maximum bytes of the window."""
 
 
 class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
-    """Node → coordinator: part of the answer to a FetchRequest. The coordinator answers a MemberQuery with this
-    frame."""
+    """Node → coordinator: part of the answer to a FetchRequest.
+
+    The coordinator answers a MemberQuery with this frame.
+    """
 
     number: Number
     """Number of the request; 0 in the answer to a MemberQuery."""
@@ -214,8 +225,10 @@ class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
     next: Size = 0
     """In the last part: offset of the next window, 0 if the file has no more bytes. 0 in other parts."""
     end: Size = 0
-    """In the last part: offset of the byte after this window. A reader that follows a log continues there. Else 0:
-    in other parts, for measurements, and after the rest of a rotated log, because the new log follows."""
+    """In the last part: offset of the byte after this window. A reader that follows a log continues there.
+
+    Else 0: in other parts, for measurements, and after the rest of a rotated log, because the new log follows.
+    """
 
 
 class Fragment(Frame, frozen=True, array_like=True, gc=False):

@@ -37,8 +37,11 @@ class LeaseRequest(Frame, frozen=True, array_like=True, gc=False):
     size: Size
     """Bytes to reserve for the worker."""
     spec: Blob
-    """JSON object for the worker: `prompt`, and optionally `negative_prompt`, `width`, `height`, `frames`, `fps`,
-    `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; default: the settings of the node)."""
+    """JSON object for the worker with the member `prompt`.
+
+    Optional members are `negative_prompt`, `width`, `height`, `frames`, `fps`, `steps`, `guidance`, `guidance_2`,
+    `seed`, `timeout` and `stall`. The last two are in seconds and default to the settings of the node.
+    """
 
 
 class LeaseRelease(Frame, frozen=True, array_like=True, gc=False):
@@ -47,8 +50,10 @@ class LeaseRelease(Frame, frozen=True, array_like=True, gc=False):
     lease: Word
     generation: Number
     cause: Text
-    """A `wire.video.ReleaseCause`, which becomes the code of the end. With `acknowledged` the node deletes the record
-    and the files of an ended lease."""
+    """A `wire.video.ReleaseCause`, which becomes the code of the end.
+
+    With `acknowledged` the node deletes the record and the files of an ended lease.
+    """
 
 
 class RayHead(Frame, frozen=True, array_like=True, gc=False):

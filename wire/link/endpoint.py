@@ -11,8 +11,10 @@ from wire.frames import Frame
 from wire.link.outbox import ACCOMPANY_SECONDS, Outbox
 
 MAX_BUFFERED_BYTES = 64 * 1024
-"""Bytes in the buffer of the transport above which pieces of long frames wait; also the limit of unsent bytes in the
-kernel."""
+"""Bytes in the buffer of the transport above which pieces of long frames wait.
+
+It is also the limit of unsent bytes in the kernel.
+"""
 AF_UNIX = 1
 """Address family of Unix sockets, as in the module `socket`, which this module does not import."""
 IPPROTO_TCP = 6
@@ -167,8 +169,10 @@ class LinkEndpoint:
         self.transport.write(data)
 
     def data_received(self, data: bytes) -> None:
-        """Pass each frame in the received bytes to `on_frame`. Abort the connection after a violation of the
-        protocol."""
+        """Pass each frame in the received bytes to `on_frame`.
+
+        Abort the connection after a violation of the protocol.
+        """
         try:
             for tag, body in self._splitter.feed(data):
                 self.on_frame(tag, body)
@@ -186,8 +190,10 @@ class LinkEndpoint:
         self.on_lost(self._reason or ended)
 
     def pause_writing(self) -> None:
-        """Pause long frames, and count unsent bytes of short frames: above MAX_UNSENT_BYTES the connection is
-        aborted."""
+        """Pause long frames, and begin to count the unsent bytes of short frames.
+
+        The connection is aborted if there are more than MAX_UNSENT_BYTES.
+        """
         self._paused, self._unsent = True, 0
         if self.outbox is not None:
             self.outbox.pause()
@@ -225,14 +231,18 @@ class LinkEndpoint:
             self.abort(f"the peer does not read: {self.outbox.held_bytes} bytes are unsent")
 
     def send_with_next(self, encoded: bytes) -> None:
-        """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the
-        frame if the connection is not open."""
+        """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest.
+
+        Discard the frame if the connection is not open.
+        """
         if self.outbox is not None:
             self.outbox.send_with_next(encoded)
 
     def send_background(self, frames: Iterator[Frame]) -> None:
-        """Queue frames of low priority, each taken from `frames` only when it is written. Discard them if the
-        connection is not open."""
+        """Queue frames of low priority, each taken from `frames` only when it is written.
+
+        Discard them if the connection is not open.
+        """
         if self.outbox is not None and self.open:
             self.outbox.send_background(frames)
 

@@ -7,7 +7,9 @@ from email.utils import parsedate_to_datetime
 
 MAX_WAIT_SECONDS = 300.0
 """Maximum seconds for which a source may limit the rate of requests: by one response, or in total without progress.
-Above that the source is lost."""
+
+Above that the source is lost.
+"""
 DEFAULT_WAIT_SECONDS = 5.0
 """Wait in seconds after a refusal that names no time."""
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0

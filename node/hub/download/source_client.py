@@ -128,7 +128,7 @@ class SourceClient:
     def _check_answer(self, response: httpx2.Response, subject: str, start: int, end: int, size: int) -> int:
         """Return the number of bytes before `start` in the body of an answer.
 
-        Raise `SourceError` if its status is no success, or its range or size contradicts the manifest.
+        Raise `SourceError` if its status is not a success, or its range or size contradicts the manifest.
         """
         status = response.status_code
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):

@@ -91,7 +91,7 @@ class SourcePool:
     sources: Sequence[DownloadSource]
     """Sources in the order of their use."""
     unusable: tuple[str, ...] = ()
-    """Reasons why sources were left out, because their clients could not be created."""
+    """Reasons why the clients of sources could not be created, which are therefore omitted."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Lock that guards the state of the pool and of its sources."""
     fetched: int = 0
@@ -106,7 +106,7 @@ class SourcePool:
         """Return a pool with the clients of all sources whose kind is known, each for `connections` parallel requests.
 
         `cluster` has the certificates for other nodes. `timeout` is the maximum seconds without progress of each
-        source; 0 selects the default of its kind. A source whose client cannot be created is left out, and `unusable`
+        source; 0 selects the default of its kind. A source whose client cannot be created is omitted, and `unusable`
         has the reason.
         """
         opened, unusable = list[DownloadSource](), list[str]()

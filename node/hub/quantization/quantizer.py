@@ -49,8 +49,10 @@ STALL_TIMEOUT_SECONDS = 1800.0
 TIMEOUT_SECONDS = 24 * 3600.0
 """Maximum seconds of a quantization."""
 REPEAT_SECONDS = 10.0
-"""Seconds after which the last progress is reported again, because a step can take minutes. After a lost link, the
-coordinator waits half a minute for a report of the running quantization."""
+"""Seconds after which the last progress is reported again, because a step can take minutes.
+
+After a lost link, the coordinator waits half a minute for a report of the running quantization.
+"""
 RETRY_SECONDS = 30.0
 """Seconds after which an order may be tried again while another process holds a lease."""
 
@@ -220,8 +222,10 @@ class Quantizer:
         run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
         report: Callable[[ChildProgress], None],
     ) -> ChildEnd:
-        """Run the child under its lease, and return its end. Without a child, return the end of a quantization whose
-        node stopped sharing meanwhile."""
+        """Run the child under its lease, and return its end.
+
+        Without a child, return the end of a quantization whose node stopped sharing meanwhile.
+        """
 
         def on_progress(progress: ChildProgress) -> None:
             self._progress = progress

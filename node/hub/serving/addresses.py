@@ -14,8 +14,8 @@ def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ..
 
     `linked` is the address of this machine on its link to the coordinator. That address is enough, because other nodes
     are assumed to reach the network of the coordinator. A loopback address means that the coordinator runs on this
-    machine: then all addresses that other machines can reach are added. `own` are the addresses of all interfaces;
-    None: read them from the system. Raise `ValueError` if an address is invalid.
+    machine. All addresses that other machines can reach are then added. `own` are the addresses of all interfaces;
+    None reads them from the system. Raise `ValueError` if an address is invalid.
     """
     if not linked:
         return ()

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 64 * 1024
-"""Maximum bytes of one message, without its length. A longer message makes `MessageReader.feed` raise
-`DriverLinkError`."""
+"""Maximum bytes of one message, without its length.
+
+A longer message makes `MessageReader.feed` raise `DriverLinkError`.
+"""
 
 
 class DriverMessage(msgspec.Struct, frozen=True, tag=True):

@@ -97,8 +97,7 @@ def build_command(ports: int, folder: Path, gib: int) -> list[str]:
 
 
 def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
-    """Return the environment variables of this Mac's Ray. `files` is the folder with the authentication token. `node`
-    becomes the id of Ray's only node."""
+    """Return the environment of this Mac's Ray. `files` is the folder of the token, `node` the id of its only node."""
     variables = ray_process.build_environment(inherited, files)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     variables["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
@@ -375,8 +374,7 @@ class DriverProcess:
             await _end_driver(process)
 
     def handle_message(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
-        """Handle a message of the driver. Once the driver is connected to Ray, send the pending requests over `writer`.
-        Report an actor that could not be started."""
+        """Handle a message of the driver: send it the pending requests once it connects, report a failed actor."""
         match message:
             case DriverConnected():
                 log.info("driver connected")

@@ -60,8 +60,10 @@ Ray must not end worker processes: the actor ends its worker, and an end by Ray 
 """
 
 SESSIONS = "r"
-"""Name of Ray's folder within a private folder. Ray gives all users access to its folder with its logs and sockets. The
-name is short because of the limit of socket paths."""
+"""Name of Ray's folder within a private folder. Ray gives all users access to its folder with its logs and sockets.
+
+The name is short because of the limit of socket paths.
+"""
 
 
 def build_command(*words: str) -> list[str]:

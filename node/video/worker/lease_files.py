@@ -53,8 +53,7 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
     worker: int
     """Process id of the worker."""
     born: str
-    """Start time of the worker, which distinguishes it from a later process with the same id; empty if it could not be
-    read."""
+    """Start time of the worker, which distinguishes it from a later process with the same id; empty if unreadable."""
 
 
 def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:

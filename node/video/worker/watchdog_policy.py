@@ -49,8 +49,10 @@ class WorkerObservation:
     alive: bool = True
     """Whether a process of the worker is alive."""
     attended: bool = True
-    """Whether the worker's parent process is alive. Also True once the worker has reported its result, because the
-    parent is then not needed."""
+    """Whether the worker's parent process is alive.
+
+    Also True once the worker has reported its result, because the parent is then not needed.
+    """
 
 
 @dataclass(frozen=True, slots=True)

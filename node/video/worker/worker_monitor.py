@@ -45,8 +45,10 @@ POLL_INTERVAL_SECONDS = 0.2
 EXIT_TIMEOUT_SECONDS = 5.0
 """Maximum seconds from a worker's report of the end of its job to its exit. After that, the worker is ended."""
 REPORT_TIMEOUT_SECONDS = 1.0
-"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well. After that, the
-worker counts as crashed."""
+"""Seconds that the parent process has, after the worker's end, to report the end or to exit as well.
+
+After that, the worker counts as crashed.
+"""
 EXIT_POLL_SECONDS = 0.02
 """Seconds between two checks whether a killed worker has ended."""
 PHASES = {
@@ -163,8 +165,7 @@ class WorkerMonitor:
         self.worker: WorkerGroup | None = None
         """Process group of the worker; None before the worker starts."""
         self.footprint = 0
-        """Footprint of the worker's processes in bytes at the last check; 0 before the first, or if it could not be
-        read."""
+        """Footprint of the worker's processes in bytes at the last check; 0 before the first or if unreadable."""
         self.state: WatchdogState | None = None
         """State of the watchdog; None before the worker starts."""
         self._bounds = bounds

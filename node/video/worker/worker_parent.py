@@ -171,8 +171,10 @@ class WorkerParent:
                 events.write(msgspec.json.encode({"event": "exit", "code": code}) + b"\n")
 
     def _kill_worker(self) -> None:
-        """Kill the worker's process group. The id of the group is not reused, because this process has not waited for
-        its leader."""
+        """Kill the worker's process group.
+
+        The id of the group is not reused, because this process has not waited for its leader.
+        """
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):

@@ -279,8 +279,7 @@ class ToolsItem(ReturnedItem):
 
 
 class ForeignItem(ForeignPart):
-    """Input item: a call for another server, such as a web search or a shell command, or its result.
-    The prompt omits such an item if it has no `call_id`."""
+    """Input item: a call for another server or its result. The prompt omits such an item if it has no `call_id`."""
 
     call_id: CallId | None = None
 

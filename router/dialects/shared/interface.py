@@ -1,6 +1,6 @@
 """Interface between the HTTP routes and a dialect.
 
-    body ─ parse ─┬─► ParsedRequest ─ to_specs ─► dispatcher ─┬─ whole answer ─► render_complete ─► one JSON answer
+    body ─ parse ─┬─► ParsedRequest ─ to_specs ─► dispatcher ─┬─ complete ─────► render_complete ─► one JSON answer
                   └─► Problem ─ style.error                   └─ streamed ─► create_chunk_encoder ─► encode_opening,
                                                                     encode_deltas …, encode_end or encode_failure
 

@@ -110,7 +110,7 @@ class Assignment:
         self._apply(request, NoRoom(result))
 
     def start_at_decider(self, request: ActiveRequest, result: NoPlacement) -> bool:
-        """Send a request to `result.candidate`, a node that only itself can tell whether the request fits there.
+        """Send a request to `result.candidate`, the only node that can tell whether the request fits there.
 
         No memory is reserved. Return whether the request was sent. Return False if there is no such candidate, if the
         node has no link, or while it swaps models.

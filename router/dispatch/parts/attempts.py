@@ -151,7 +151,7 @@ class Attempts:
         self._changes.mark(action.node)
 
     def cancel(self, _: ActiveRequest, action: CancelAttempt) -> None:
-        """Send the node of an attempt a cancel."""
+        """Send a cancel of an attempt to its node."""
         self._send(action.node, Cancel(action.attempt))
 
     def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:

@@ -242,7 +242,7 @@ class _Passing:
             await self._send(b"data: [DONE]\n\n", last=True)
 
     def _end_slow(self) -> None:
-        """End a request whose client does not read its stream, which is no fault of the upstream."""
+        """End a request whose client does not read its stream, which is not a fault of the upstream."""
         self._dispatcher.counters.count_slow_client()
         if self._request.outcome is None:
             prompt, completion = self._count_tokens()
