@@ -66,6 +66,7 @@ class Reporter:
         self._reported_models: tuple[object, ...] = ()
         self._next_report = Timer(self.send)
         self._draining = False
+        self._unreported_count = 0
 
     def send(self) -> None:
         """Send a report now, with fewer models if it is too long (`shorten_report`), and schedule the next.
@@ -82,25 +83,24 @@ class Reporter:
         self._last_report_key = self._compute_report_key()
         self._reported_models = self._compute_models_key()
         snapshot = self._supervisor.reports.latest
-        link.send(
-            shorten_report(
-                Report(
-                    sequence=self._sequence,
-                    memory=self._build_memory(),
-                    engine=self._supervisor.state,
-                    models=snapshot.models if snapshot else (),
-                    acked_seq=snapshot.acked_seq if snapshot else 0,
-                    draining=self._draining or not self._sharing.sharing_state.shared,
-                    ping=self._ping,
-                    system=self._poll.build_system_memory(),
-                    enforcement=self._poll.build_enforcement(),
-                    video=self._build_video_state(),
-                    sharing=self._sharing.to_report(),
-                    illegal_events=self._illegal_events.count,
-                    disk=self._disk.read(),
-                )
-            )
+        report = Report(
+            sequence=self._sequence,
+            memory=self._build_memory(),
+            engine=self._supervisor.state,
+            models=snapshot.models if snapshot else (),
+            acked_seq=snapshot.acked_seq if snapshot else 0,
+            draining=self._draining or not self._sharing.sharing_state.shared,
+            ping=self._ping,
+            system=self._poll.build_system_memory(),
+            enforcement=self._poll.build_enforcement(),
+            video=self._build_video_state(),
+            sharing=self._sharing.to_report(),
+            illegal_events=self._illegal_events.count,
+            disk=self._disk.read(),
         )
+        sent = shorten_report(report)
+        self._log_unreported_models(len(report.models) - len(sent.models), len(sent.models))
+        link.send(sent)
         settings = self._settings.node
         # When idle the coordinator's ping triggers reports; this timer fires only when a ping is late.
         due = settings.report_busy_seconds if self.is_busy() else settings.report_idle_seconds * 1.5
@@ -189,16 +189,21 @@ class Reporter:
             total=self._hardware.memory,
         )
 
+    def _log_unreported_models(self, count: int, reported: int) -> None:
+        """Log the number of models that the report leaves out, if that number has changed since the last report."""
+        if count not in (0, self._unreported_count):
+            log.warning("models not reported", count=count, reported=reported)
+        self._unreported_count = count
+
 
 def shorten_report(report: Report) -> Report:
     """Return the report, shortened to `MAX_MODELS` models and `MAX_REPORT_BYTES` bytes if it is longer.
 
-    Models that are not loaded are removed first. The number of removed models is logged.
+    Models that are not loaded are removed first.
     """
     if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
         return report
     models = sorted(report.models, key=lambda model: not model.loaded)[:MAX_MODELS]
     while models and len(encode(replace(report, models=tuple(models)))) > MAX_REPORT_BYTES:
         del models[len(models) * 3 // 4 :]
-    log.warning("models not reported", count=len(report.models) - len(models), reported=len(models))
     return replace(report, models=tuple(models))

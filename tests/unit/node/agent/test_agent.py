@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from host.node_marks import PauseFile, PauseRecord
+from node.agent import reporter
 from node.agent.agent import Agent
 from node.agent.identity import load_identity, new_request, store_address, store_identity
 from node.agent.link_keeper import ExpelledError, LinkTimeouts
@@ -437,6 +438,20 @@ async def test_reports_count_up_and_repeat_the_newest_ping_and_acknowledge_what_
     assert report.sequence > first.sequence
     assert report.ping == 77
     assert report.engine.waiting == 0
+
+
+async def test_models_that_reports_leave_out_are_logged_once(mac: Callable[..., Mac], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reporter, "MAX_MODELS", 0)
+    one = mac(node__report_idle_seconds=0.1)
+    with capture_logs() as logs:
+        line = await one.start()
+        while not (found := [entry for entry in logs if entry["event"] == "models not reported"]):
+            assert (await line.until(Report)).models == ()
+        for _ in range(5):
+            await line.until(Report)
+    again = [entry for entry in logs if entry["event"] == "models not reported"]
+    assert again == found[:1]
+    assert (again[0]["count"], again[0]["reported"]) == (1, 0)
 
 
 async def test_a_request_is_answered_on_its_link_and_cancelled_in_the_engine_when_the_link_is_lost(
