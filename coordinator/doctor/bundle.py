@@ -91,7 +91,7 @@ def parse_event(line: str) -> dict[str, Any] | None:
     """
     try:
         record: Any = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict):
         return None

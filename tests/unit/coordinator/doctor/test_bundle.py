@@ -87,12 +87,13 @@ def test_lines_of_other_formats_are_counted():
         json.dumps(EVENT),
         PROMPT,
         "[]",
+        '{"event": ' + "[" * 100_000,
         f"2026-11-20 10:00:00 [warning  ] certificate renewed  text={PROMPT}",
         f"2026-11-20 10:00:00 [warning  ] {PROMPT}!",
     ]
     found = [json.loads(line) for line in render_log(lines).splitlines()]
     assert [one.get("event") for one in found] == ["link lost", "certificate renewed", None]
-    assert found[-1] == {"lines_left_out": 3}
+    assert found[-1] == {"lines_left_out": 4}
 
 
 @given(st.text(max_size=80), st.dictionaries(st.text(max_size=12), st.text(max_size=60), max_size=4))
