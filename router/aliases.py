@@ -1,23 +1,24 @@
-"""Aliases of the settings, as a graph: each alias has ordered candidates, which are models or other aliases. Pure.
+"""Resolve the aliases of the settings: each alias has ordered candidates, which are models or other aliases. Pure.
 
-A candidate with the name of its own alias is the model of that name. An alias can therefore add other candidates to a
-model, without a new name for its clients. Names are compared without regard to case. The last candidate may be an
-upstream, written `upstream:NAME`.
+A candidate with the same name as its alias is the model of that name. An alias can therefore add fallbacks to a model
+while clients keep using the model's name. Names are case-insensitive. The last candidate may be an upstream, written
+`upstream:NAME`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 
 UPSTREAM_PREFIX = "upstream:"
 MAX_ALIASES = 256
-"""Maximum aliases of the settings."""
+"""Maximum number of aliases in the settings."""
 MAX_CANDIDATES = 32
-"""Maximum candidates of one alias, after its aliases are expanded. A placement may try all of them."""
+"""Maximum number of candidates of one alias, after nested aliases are expanded. A placement may try all of them."""
 
 Aliases = Mapping[str, Sequence[str]]
+"""Ordered candidates by alias, as written in the settings."""
 
 
 def find_alias_fault(aliases: Aliases, upstreams: Collection[str] = ()) -> str:
-    """Return the first fault of the aliases as one sentence; empty without one.
+    """Return the first fault in the aliases as one sentence, or an empty string if they are valid.
 
     `upstreams` are the names of the configured upstreams.
     """
@@ -45,9 +46,9 @@ def find_alias_fault(aliases: Aliases, upstreams: Collection[str] = ()) -> str:
 
 
 def list_candidates(aliases: Aliases, alias: str) -> tuple[str, ...]:
-    """Return the candidates of an alias: models in order, and perhaps an upstream at the end.
+    """Return the candidates of an alias in order: models, and possibly an upstream at the end.
 
-    A candidate that is an alias is replaced by its candidates. Of equal candidates, the first one stays. Raise
+    A candidate that is itself an alias is replaced by its candidates. Of duplicates, only the first is returned. Raise
     `KeyError` if `aliases` has no alias of exactly this name.
     """
     folded = {name.casefold(): name for name in aliases}
@@ -57,7 +58,7 @@ def list_candidates(aliases: Aliases, alias: str) -> tuple[str, ...]:
 
 
 def is_upstream(candidate: str) -> bool:
-    """Return whether a candidate is an upstream."""
+    """Return whether a candidate is written as an upstream, `upstream:NAME`."""
     return candidate.casefold().startswith(UPSTREAM_PREFIX)
 
 
@@ -69,7 +70,7 @@ def get_upstream_name(candidate: str) -> str:
 def _collect_candidates(
     aliases: Aliases, folded: Mapping[str, str], alias: str, candidates: dict[str, str], expanded: set[str]
 ) -> None:
-    """Add the candidates of an alias to `candidates`, by folded name. An alias of `expanded` is not expanded again."""
+    """Add the candidates of an alias to `candidates`, keyed by case-folded name. Skip the aliases in `expanded`."""
     for candidate in aliases[alias]:
         inner = _find_alias_of_candidate(folded, alias, candidate)
         if inner is None:
@@ -80,15 +81,15 @@ def _collect_candidates(
 
 
 def _find_alias_of_candidate(folded: Mapping[str, str], alias: str, candidate: str) -> str | None:
-    """Return the alias that a candidate names; None for a model, such as that with the name of the alias itself."""
+    """Return the alias that a candidate names. Return None for a model; the alias's own name also means a model."""
     return None if candidate.casefold() == alias.casefold() else folded.get(candidate.casefold())
 
 
 def _find_cycle(aliases: Aliases, folded: Mapping[str, str], path: tuple[str, ...], free: set[str]) -> tuple[str, ...]:
-    """Return the aliases of a cycle to which the last alias of `path` leads; an empty tuple if there is none.
+    """Return a cycle that is reachable from the last alias of `path`; an empty tuple if there is none.
 
-    The first alias of the cycle is repeated at its end. `folded` maps case-folded names to aliases. `free` collects the
-    aliases that lead to no cycle, which are not searched again.
+    The cycle ends with the alias that it starts with. `folded` maps case-folded names to aliases. `free` collects the
+    aliases that lead to no cycle, so that they are not searched again.
     """
     for candidate in aliases[path[-1]]:
         inner = _find_alias_of_candidate(folded, path[-1], candidate)

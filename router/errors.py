@@ -1,7 +1,7 @@
-"""HTTP form of every refusal and failure, in OpenAI's shape: status, headers, body, or an event in a stream.
+"""Convert refusals and failures to HTTP errors in OpenAI's format: status, headers, and a body or a stream event.
 
-The status of a refusal is in `wire/refusals.py`, the status of a failure in this module. The memory numbers of a
-refusal are one object, `error.memory`, with the field names of `MemoryNumbers`.
+`wire/refusals.py` defines the status of each refusal, this module the status of each failure. The memory numbers of a
+refusal are in the object `error.memory`, with the field names of `MemoryNumbers`.
 """
 
 import math
@@ -35,18 +35,18 @@ _FAILED: dict[str, int] = {
     FailureCode.NO_HEADROOM: 503,
     FailureCode.GRAMMAR_FAILED: 400,
 }
-"""Status of a failure by its code, 500 for any other code; used only when nothing was sent yet."""
+"""HTTP status by failure code; 500 for any other code. It applies only before the first byte of the answer."""
 
 _ONCE = frozenset({HTTPStatus.CONFLICT, HTTPStatus.INTERNAL_SERVER_ERROR})
-"""Statuses that client libraries retry on their own, although a retry is harmful or useless.
+"""Statuses that client libraries retry by default, although a retry is harmful or useless.
 
-A request that was in a crash must not come back, and a model with broken files stays broken. A header that the
-libraries obey forbids the retry.
+A request that was running during a crash must not be sent again, and a model with broken files stays broken. The
+header `x-should-retry: false` tells these libraries not to retry.
 """
 
 
 _PREFIXES = frozenset({"v1", "api", "openai", "v1beta"})
-"""Path prefixes that a wrong base URL repeats."""
+"""Path prefixes that a client may send because its base URL is wrong, alone or repeated."""
 
 
 _ROUTES: Mapping[str, str] = MappingProxyType(
@@ -68,14 +68,14 @@ _ROUTES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("chat", "embed", "generate", "tags", "show", "ps", "version"), "/api/"),
     }
 )
-"""Path prefix of each route name."""
+"""Path prefix by route name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Error answer of a request: a whole answer, or the last event of a stream.
+    """Error response to a request: a complete response, or the last event of a stream.
 
-    The methods encode the error in OpenAI's shape; other dialects have encoders of their own (`DialectStyle.error`).
+    The methods encode the error in OpenAI's format; other dialects have their own encoders (`DialectStyle.error`).
     """
 
     status: int
@@ -83,13 +83,13 @@ class Problem:
     """Code of a refusal or a failure, or another machine-readable reason."""
     message: str
     param: str | None = None
-    """Parameter of the request that is at fault; None without one."""
+    """Request parameter that caused the error; None if no single parameter did."""
     memory: MemoryNumbers | None = None
     """Numbers of a memory refusal in bytes; None for any other problem."""
     retry_after: float | None = None
-    """Retry-After in seconds; None without the header."""
+    """Retry-After in seconds; None omits the header."""
     allow: str = ""
-    """Allowed methods of a 405; empty for any other status."""
+    """Allowed methods, for a 405; empty for any other status."""
 
     @property
     def type(self) -> str:
@@ -97,16 +97,15 @@ class Problem:
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def encode_body(self, request_id: str) -> bytes:
-        """Return the JSON body, which also has the id of the request."""
+        """Return the error as a JSON body, with the id of the request as `error.request_id`."""
         return msgspec.json.encode({"error": self._build_error(request_id)})
 
     def encode_event(self, request_id: str) -> bytes:
-        """Return the error as an SSE event, which ends a running stream. No `[DONE]` follows."""
+        """Return the error as the SSE event that ends a running stream. No `[DONE]` follows."""
         return b"data: " + self.encode_body(request_id) + b"\n\n"
 
     def build_headers(self) -> list[Header]:
-        """Return the headers that only this problem needs: Retry-After, Allow, x-should-retry, WWW-Authenticate; may be
-        empty."""
+        """Return the headers that this error needs: Retry-After, Allow, x-should-retry or WWW-Authenticate, or none."""
         headers: list[Header] = []
         if self.retry_after is not None:
             headers.append((b"retry-after", str(round_retry_seconds(self.retry_after)).encode()))
@@ -132,15 +131,15 @@ class Problem:
 
 
 def round_retry_seconds(seconds: float) -> int:
-    """Round seconds up to the range that clients honour: 1 to 60. Infinity is 60."""
+    """Round up to whole seconds, limited to the range that clients honour: 1 to 60. Infinity and NaN become 60."""
     return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
 
 
 def from_refused(refused: Refused, param: str | None = None) -> Problem:
-    """Build the problem for a refusal. `param` is the parameter that the problem names; without it, `model` with status
-    404 and none with any other.
+    """Build the problem for a refusal.
 
-    Only a refusal that may be retried has a Retry-After. With status 429 or 503 it is 1 s if the refusal has none.
+    `param` is the request parameter at fault. With None, a 404 names `model` and any other status names no parameter.
+    The `retry_after` of a final refusal is ignored. A 429 or 503 without a Retry-After gets 1 s.
     """
     status = refused.status
     wait = None if refused.final else refused.retry_after
@@ -152,16 +151,16 @@ def from_refused(refused: Refused, param: str | None = None) -> Problem:
 
 
 def from_failure(code: str, message: str) -> Problem:
-    """Build the problem for a request or a command that failed after it had begun.
+    """Build the problem for a request or a command that failed after it had started.
 
-    The code of the failure determines the status: 500 for an unknown code. Only a 503 has a Retry-After, of 1 s.
+    `code` determines the status; an unknown code becomes a 500. A 503 has a Retry-After of 1 s, any other status none.
     """
     status = _FAILED.get(code, 500)
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
 def build_invalid(message: str, param: str | None = None, code: str = RefusalCode.INVALID) -> Problem:
-    """Build a 400 problem, by default without the name of a parameter."""
+    """Build the 400 problem for an invalid request. `param` is the parameter at fault; None if there is none."""
     return Problem(400, code, message, param)
 
 
@@ -182,7 +181,7 @@ WRONG_KEY = Problem(
 
 
 def build_missing_scope(scope: str) -> Problem:
-    """Build the 403 problem of a key without the scope."""
+    """Build the 403 problem for an API key that lacks `scope`."""
     return Problem(
         403,
         "insufficient_scope",
@@ -191,9 +190,9 @@ def build_missing_scope(scope: str) -> Problem:
 
 
 def build_not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
-    """Build the 404 problem of a path that does not exist, with the right base URL where the client's is wrong.
+    """Build the 404 problem for an unknown path. If the path suggests a wrong base URL, the message has the right one.
 
-    `server` is scheme and host of the request.
+    `server` is the scheme and host of the request.
     """
     parts = [part for part in path.split("/") if part]
     before = list(takewhile(_PREFIXES.__contains__, parts))
@@ -204,18 +203,18 @@ def build_not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
         return Problem(404, "not_found", text)
     if path == f"{route}{meant}/":
         return Problem(404, "not_found", f"{text}: leave out the slash at its end")
-    # a client that sends /v1/v1/... adds /v1 on its own; a client that sends no /v1 does not
+    # a client that sends /v1/v1/... appends /v1 to its base URL; a client that sends no /v1 does not
     base = server if route == "/api/" or before.count("v1") > 1 else f"{server}/v1"
     return Problem(404, "not_found", f"{text}, the API is at {route}{meant[:80]}: set the client's base URL to {base}")
 
 
 def build_wrong_method(method: str, allow: str) -> Problem:
-    """Build the 405 problem with the allowed methods."""
+    """Build the 405 problem. `allow` lists the allowed methods, as in the header Allow."""
     return Problem(405, "method_not_allowed", f"{method} is not allowed on this path: use {allow}", allow=allow)
 
 
 def build_body_too_long(limit: int) -> Problem:
-    """Build the 413 problem of a body that is longer than `limit` bytes."""
+    """Build the 413 problem for a body that is longer than `limit` bytes."""
     return Problem(
         413, "request_too_large", f"the body is larger than {limit} bytes: shorten it, or raise router.max_body_bytes"
     )

@@ -1,7 +1,7 @@
-"""Profiles of the settings: defaults of requests that clients select as `MODEL:PROFILE`.
+"""Profiles of the settings: request defaults that clients select with `MODEL:PROFILE`.
 
-A profile has defaults of sampling, arguments of the chat template, and a context limit. A parameter of the request
-overrides the profile's default.
+A profile has sampling defaults, chat template arguments and a context limit. A parameter of the request overrides the
+profile's default.
 """
 
 from collections.abc import Mapping
@@ -16,15 +16,15 @@ from wire.frames import GenerationParams
 
 TemplateValue = bool | int | float | str
 RESERVED = "latest"
-"""Name that no profile may have, because Ollama's clients add it to names of models."""
+"""Name that no profile may have, because Ollama clients append it to model names."""
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Parameters of `GenerationParams` whose values do not show whether the request sets them: see `set_penalties`."""
+"""Fields of `GenerationParams` whose value does not show whether the request set them: see `set_penalties`."""
 SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
-"""Parameters of sampling that a profile may set."""
+"""Sampling parameters that a profile may set."""
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Section `router.profiles.NAME`: defaults of requests. None sets no default."""
+    """Section `router.profiles.NAME`: request defaults. A field that is None sets no default."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -35,17 +35,17 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict[str, TemplateValue])
-    """Arguments of the chat template, as in the body of a chat."""
+    """Chat template arguments, as `chat_template_kwargs` in the body of a chat request."""
     context_limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    """Maximum tokens of prompt and answer together; None for the context of the model."""
+    """Maximum total tokens of prompt and answer; None for the context length of the model."""
 
     def apply_to_params(
         self, params: GenerationParams, set_penalties: frozenset[str], *, default_limit: bool
     ) -> GenerationParams:
-        """Return the parameters with the defaults of the profile where the request sets none.
+        """Return a copy of `params` with the profile's defaults for parameters that the request does not set.
 
-        `set_penalties` are the names of the penalties that the request sets. With `default_limit`, `max_tokens` is the
-        default of the dialect, which the profile overrides.
+        `set_penalties` has the names of the penalties that the request sets. `default_limit` means that `max_tokens` is
+        the dialect's default and not the client's value. The profile then overrides it.
         """
         defaults: dict[str, object] = {}
         for name in (*SAMPLING_DEFAULTS, "max_tokens"):
@@ -58,8 +58,11 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return replace(params, **defaults)
 
     def apply_to_template(self, template: str) -> str:
-        """Return the template variables (JSON, empty for none) of a request together with the profile's. The request's
-        value of a variable overrides the profile's value."""
+        """Merge the profile's template variables into those of a request, and return them as JSON.
+
+        `template` is the JSON object of the request, or empty if there is none. The request's value of a variable
+        overrides the profile's value.
+        """
         if not self.chat_template_kwargs:
             return template
         own: dict[str, object] = msgspec.json.decode(template) if template else {}
@@ -67,7 +70,7 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def find_profile_fault(profiles: Mapping[str, ProfileSettings]) -> str:
-    """Return the first fault of the profiles as one sentence; empty without one."""
+    """Return the first fault in the profiles as one sentence, or an empty string if they are valid."""
     folded: dict[str, str] = {}
     for name, profile in profiles.items():
         if not name.strip() or ":" in name or name.casefold() == RESERVED:

@@ -19,19 +19,24 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     policy: Annotated[
         Literal["balanced", "most_headroom"],
-        Meta(description="Order of the nodes with headroom: balanced (shortest time) or most_headroom (most bytes)."),
+        Meta(
+            description=(
+                "Order of the nodes that have headroom: balanced (shortest expected time) or most_headroom (most "
+                "free bytes)."
+            )
+        ),
     ] = "balanced"
     queue_limit: Annotated[int, Meta(ge=0, description="Maximum requests in the queue; 0: max(64, 4 x nodes).")] = 0
     queue_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Maximum time in the queue. After it the answer is 503 with Retry-After.")
+        float, Meta(gt=0, description="Maximum time in the queue. Then the request gets a 503 with Retry-After.")
     ] = 30.0
     swap_timeout_seconds: Annotated[
         float,
         Meta(
             gt=0,
             description=(
-                "Maximum wait for a model that fits only after other models are unloaded; the queue timeout "
-                "does not run meanwhile. While requests for another model wait, a model in use stays loaded "
+                "Maximum wait for a model that fits only after other models are unloaded. The queue timeout "
+                "does not run during this wait. While requests for another model wait, a model in use stays loaded "
                 "for at most a quarter of this time."
             ),
         ),
@@ -51,8 +56,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             ge=1,
             description=(
-                "Maximum estimated prompt tokens in all open requests of one API key. A single request is "
-                "always allowed."
+                "Maximum estimated prompt tokens in all open requests of one API key. If the key has no other open "
+                "request, any size is allowed."
             ),
         ),
     ] = 16_000_000
@@ -61,7 +66,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             ge=1,
             description=(
-                "Maximum prompt bytes in all open requests of one API key. A single request is always allowed."
+                "Maximum prompt bytes in all open requests of one API key. If the key has no other open request, "
+                "any size is allowed."
             ),
         ),
     ] = 32 * MIB
@@ -69,7 +75,7 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Literal["ignore", "refuse"],
         Meta(
             description=(
-                "Unknown fields and tools that would have to run on the server: ignore (the header "
+                "How to treat unknown fields, and tools that would have to run on the server: ignore (the header "
                 "x-macpool-ignored names them) or refuse (400)."
             )
         ),
@@ -86,8 +92,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             gt=0,
             le=8 * MIB,
             description=(
-                "Maximum bytes of a request body, and of all long bodies of one API key that are received at the "
-                "same time. A longer body is refused with 413. At most 8 MiB, the limit of a link to a node."
+                "Maximum bytes of a request body, and of all long bodies that one API key sends at the same time. "
+                "A longer body is refused with 413. At most 8 MiB, the limit of a link to a node."
             ),
         ),
     ] = 8 * MIB
@@ -97,9 +103,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             gt=0,
             description=(
-                "Maximum size of the unsent part of a stream. A character counts as 1, also if it has several bytes. "
-                "Each delta counts 256 more, each log probability 96 more. Beyond the maximum the stream of a slow "
-                "client is ended."
+                "Maximum size of the unsent part of a stream. Above it, the stream of a slow client is ended. Each "
+                "character counts as 1, even if it has several bytes. Each delta adds 256, each log probability 96."
             ),
         ),
     ] = 4 * MIB
@@ -107,15 +112,15 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         float,
         Meta(
             gt=0,
-            description="Maximum time without progress of a stream with unsent text. After it the stream is ended.",
+            description="Maximum time that a stream with unsent text makes no progress. Then the stream is ended.",
         ),
     ] = 60.0
     aliases: Annotated[
         dict[str, tuple[CandidateName, ...]],
         Meta(
             description=(
-                'Aliases with their ordered candidates, as `coder = ["big-30b", "small-8b"]` in `[router.aliases]`. '
-                "The first candidate that can start now gets the request."
+                'Aliases with their ordered candidates, such as `coder = ["big-30b", "small-8b"]` in '
+                "`[router.aliases]`. The first candidate that can start immediately gets the request."
             )
         ),
     ] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
@@ -123,8 +128,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         dict[str, ProfileSettings],
         Meta(
             description=(
-                "Profiles, each a table `[router.profiles.NAME]` with defaults of sampling, template arguments and a "
-                "context limit, which clients use as `MODEL:NAME`."
+                "Profiles, each a table `[router.profiles.NAME]` with sampling defaults, template arguments and a "
+                "context limit. Clients select one with `MODEL:NAME`."
             )
         ),
     ] = msgspec.field(default_factory=dict[str, ProfileSettings])
@@ -133,7 +138,8 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             description=(
                 "Other servers with OpenAI's API, each a table `[router.upstreams.NAME]` with url, model and key_file. "
-                "An alias names one as its last candidate `upstream:NAME`. None: no request leaves the pool."
+                "An alias can have one as its last candidate, `upstream:NAME`. Without upstreams, no request leaves "
+                "the pool."
             )
         ),
     ] = msgspec.field(default_factory=dict[str, UpstreamSettings])
@@ -142,13 +148,13 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             description=(
                 "Whether API keys without model and label limits may use upstreams. `cluster key limit --upstream` and "
-                "`--no-upstream` decide for one key."
+                "`--no-upstream` override this for one key."
             )
         ),
     ] = True
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for aliases, profiles or upstreams with a fault, with one sentence."""
+        """Raise `ValueError` with one sentence if the upstreams, profiles or aliases have a fault."""
         fault = (
             find_upstream_fault(self.upstreams)
             or find_profile_fault(self.profiles)

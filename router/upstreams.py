@@ -1,6 +1,6 @@
 """Upstreams of the settings: other servers with OpenAI's API, which an alias may have as its last candidate.
 
-Off by default: without `[router.upstreams.NAME]` no request leaves the pool.
+There are none by default: without a section `[router.upstreams.NAME]`, no request leaves the pool.
 """
 
 import ipaddress
@@ -20,24 +20,23 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Section `router.upstreams.NAME`: one server with OpenAI's API."""
 
     url: Annotated[str, Meta(min_length=1, max_length=500)]
-    """Base URL with `/v1`: HTTPS, or HTTP to a loopback address."""
+    """Base URL that ends in `/v1`: HTTPS, or HTTP to a loopback address."""
     model: Annotated[str, Meta(min_length=1, max_length=200)]
     """Name of the model on the upstream."""
     key_file: str = ""
-    """File with the API key, which only its owner may read; empty without a key."""
+    """File with the API key, readable only by its owner; empty to send no key."""
     ca_file: str = ""
-    """PEM file of the authority of the server's certificate; empty for the authorities of the system."""
+    """PEM file of the authority that signed the server's certificate; empty for the authorities of the system."""
     proxy: str = ""
-    """URL of a proxy, HTTP or HTTPS; empty for none. Environment variables are not used."""
+    """URL of a proxy, HTTP or HTTPS; empty for none. Proxy variables of the environment are ignored."""
     connect_seconds: Seconds = 5.0
-    """Maximum seconds to connect, and to wait for a free connection. Then the request ends with an error."""
+    """Maximum seconds to connect or to wait for a free connection. Then the request fails."""
     idle_seconds: Seconds = 60.0
-    """Maximum seconds without a byte of a streamed answer. Then the request ends with an error."""
+    """Maximum seconds without a byte of a streamed answer. Then the request fails."""
     total_seconds: Seconds = 600.0
-    """Maximum seconds of a request, without the time that its client needs to read. Then the request ends with an
-    error."""
+    """Maximum seconds for a request, not counting the time that its client takes to read. Then the request fails."""
     stream_usage: bool = True
-    """Whether streams are requested with their token counts (`stream_options.include_usage`)."""
+    """Whether to request token counts in streams (`stream_options.include_usage`)."""
 
 
 def get_upstream_label(name: str, settings: UpstreamSettings) -> str:
@@ -46,7 +45,7 @@ def get_upstream_label(name: str, settings: UpstreamSettings) -> str:
 
 
 def find_upstream_fault(upstreams: Mapping[str, UpstreamSettings]) -> str:
-    """Return the first fault of the upstreams as one sentence; empty without one."""
+    """Return the first fault in the upstreams as one sentence, or an empty string if they are valid."""
     for name, upstream in upstreams.items():
         if not name.strip() or not name.isprintable() or not name.isascii() or "/" in name:
             return f"an upstream cannot have the name {name!r}"
@@ -77,8 +76,10 @@ def _find_url_fault(url: str) -> str:
 
 
 def _find_proxy_fault(url: str) -> str:
-    """Return the fault of a proxy's URL, which may have a user and a password; empty without one. The result does not
-    contain the URL."""
+    """Return the fault in a proxy's URL, or an empty string if the URL is valid.
+
+    The result never contains the URL, because a proxy's URL may contain a user and a password.
+    """
     if not url:
         return ""
     try:
