@@ -160,7 +160,7 @@ def _visit(context: BrowserContext, made: Pool) -> Page:
 def _own_usage(page: Page, made: Pool) -> None:
     """Sign in with a program's key, and open its usage."""
     page.get_by_role("button", name="Sign out").click()
-    page.get_by_label("Or an API key").fill(made.key)
+    page.get_by_label("Or enter an API key").fill(made.key)
     page.get_by_role("button", name="Sign in").click()
     go(page, "Usage")
     page.get_by_role("img", name="Tokens").wait_for()

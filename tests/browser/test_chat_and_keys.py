@@ -327,7 +327,7 @@ def test_system_prompt_and_parameters_are_sent(page: Page):
     ]
     assert (body["temperature"], body["max_tokens"]) == (0.5, 2)
     assert "top_p" not in body
-    expect(page.get_by_text("cut at max tokens")).to_be_visible()
+    expect(page.get_by_text("ended at max tokens")).to_be_visible()
 
 
 def test_a_message_is_sent_with_the_turns_before_it(page: Page):
@@ -380,7 +380,7 @@ def test_a_stream_may_be_cut_anywhere_and_its_speed_is_that_of_the_decode(page: 
     page.evaluate(CUT_STREAM)
     say(page, "count")
     expect(page.locator(".answer").last).to_have_text("one two three four")
-    expect(page.get_by_text(re.compile("by studio, first token after 1.00 s, 11 tokens, 10 tokens/s$"))).to_be_visible()
+    expect(page.get_by_text(re.compile("on studio, first token after 1.00 s, 11 tokens, 10 tokens/s$"))).to_be_visible()
 
 
 def test_an_answer_is_stopped_and_what_came_stays(page: Page, home: Pool):
@@ -444,7 +444,7 @@ def test_a_key_gets_limits_a_name_an_expiry_and_a_new_secret(page: Page, home: P
     row.get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit garage")
     edit.get_by_label("New name").fill("workshop")
-    edit.get_by_label("Requests at once").fill("2")
+    edit.get_by_label("Concurrent requests").fill("2")
     edit.get_by_label("New expiry").select_option("never")
     edit.get_by_role("button", name="Save").click()
     row = page.get_by_role("region", name="API keys").get_by_role("row").filter(has_text="workshop")
@@ -482,5 +482,7 @@ def test_an_approval_that_replaces_a_member_is_marked(page: Page, home: Pool):
     until(lambda: home.node("garage")["state"] == "lost", what="garage is lost")
     newcomer = home.join("garage-2", "node.machine=garage", wait=False, token=False)
     go(page, "Join")
-    expect(page.get_by_text("approving it ends the certificate that garage has now")).to_be_visible(timeout=30_000)
+    expect(page.get_by_text("approving the request ends the current certificate of garage")).to_be_visible(
+        timeout=30_000
+    )
     newcomer.close()

@@ -75,7 +75,7 @@ def test_a_link_opens_the_page_once(context: BrowserContext, home: Pool):
 
 def sign_in(page: Page, home: Pool, key: str) -> None:
     page.goto(home.base)
-    page.get_by_label("Or an API key").fill(key)
+    page.get_by_label("Or enter an API key").fill(key)
     page.get_by_role("button", name="Sign in").click()
 
 
@@ -224,7 +224,7 @@ def test_a_chat_streams_and_names_the_node_that_answers(context: BrowserContext,
     page.get_by_label("Your message").fill("Hello")
     page.get_by_role("button", name="Send").click()
     expect(page.get_by_text("lorem ipsum")).to_be_visible()
-    expect(page.get_by_text(re.compile(r"by (studio|mini|laptop), first token after .* tokens/s"))).to_be_visible()
+    expect(page.get_by_text(re.compile(r"on (studio|mini|laptop), first token after .* tokens/s"))).to_be_visible()
 
 
 def test_the_page_shows_a_join_command_and_refuses_a_wrong_code(context: BrowserContext, home: Pool):

@@ -194,10 +194,10 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
 
 def test_a_page_from_before_an_update_of_the_coordinator_offers_to_reload_itself(page: Page, api: Answers):
     show(page)
-    old = page.get_by_text("this page is of version")
+    old = page.get_by_text("but this page is version")
     expect(old).to_have_count(0)
     api.sections["status"] = status(version="1.3.0")
-    expect(old).to_contain_text("The coordinator has version 1.3.0 now, and this page is of version 1.2.3.")
+    expect(old).to_contain_text("The coordinator has been updated to version 1.3.0, but this page is version 1.2.3.")
     page.get_by_role("button", name="Reload").click()
     expect(page.get_by_role("heading", level=2)).to_be_visible()
     page.evaluate(SETTLED)
@@ -307,7 +307,7 @@ def test_a_key_that_ends_while_the_page_is_open_is_named_as_the_reason(page: Pag
     page.route("**/api/v1/live?*", lambda route: route.fulfill(status=401, json=wrong))
     expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
     expect(page.get_by_role("alert")).to_contain_text("The key of this page has expired, was revoked")
-    page.get_by_label("Or an API key").fill("mp_other")
+    page.get_by_label("Or enter an API key").fill("mp_other")
     page.route("**/api/v1/key", lambda route: route.fulfill(status=401, json=wrong))
     page.get_by_role("button", name="Sign in").click()
     expect(page.get_by_role("alert")).to_have_text("this API key is unknown")
@@ -402,7 +402,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
         "lost": ("lost", "Lost, last report 2 min ago. Check its power and network."),
         "asleep": ("asleep", "Asleep, last report 3 h ago."),
         "paused": ("paused", "paused by ann, until ", "Its memory is free for its owner."),
-        "joins": ("joining", "Joining: it gets requests after its first reports."),
+        "joins": ("joining", "Joining: the Mac gets requests after its first reports."),
         "off": ("guard off",),
         "inert": ("gate not armed",),
         "over": ("-2.0 GiB", "close a program"),
@@ -676,10 +676,10 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
     show(page, "models")
     card = page.get_by_role("region", name="qwen")
     expect(card).to_contain_text("17.0 GiB, context of 32,768 tokens")
-    expect(card).to_contain_text("Macs hold different models under this name")
+    expect(card).to_contain_text("Macs have different models with this name")
     assert lines(card) == [
         "a: loaded Unload Verify 16.0 GiB, 4-bit, same content, never used prefill 1,234 tokens/s, decode 57 tokens/s "
-        "for one request measured: up to 8,192 tokens in one request, 6 requests at once, 64.0 KiB a token",
+        "for one request measured: up to 8,192 tokens in one request, 6 concurrent requests, 64.0 KiB per token",
         "b: on disk Load Verify Delete 16.0 GiB, same samples, never used",
         "c: loading Verify 16.0 GiB, 4-bit, DIFFERS, never used",
         "d: cannot load Load no such file 4-bit, never used",
@@ -794,7 +794,7 @@ def test_wishes_show_their_missing_number_and_are_changed_without_the_loss_of_th
     cards = {name: page.get_by_role("region", name=name, exact=True) for name in ("qwen", "lab/llama", "lab/none")}
     for name, text in (
         ("qwen", "wish not met 2 replicas wanted, 1 ready (a), loading on b, c away needs 1 more node: d is paused"),
-        ("lab/llama", "wish met 1 replica wanted, at rest until a request"),
+        ("lab/llama", "wish met 1 replica wanted, unloaded until the next request"),
         ("lab/none", "No Mac has this model. wish not met 2 replicas wanted, 0 ready needs 2 nodes with the model"),
     ):
         assert text in " ".join(cards[name].inner_text().split())
@@ -873,7 +873,7 @@ def test_a_pull_is_planned_for_the_chosen_macs_before_it_starts(page: Page, api:
     expect(card.get_by_role("button", name="Pull to 1 Mac")).to_be_enabled()
     away = "is asleep, and starts the pull when it is back"
     api.by_path["POST /api/v1/pulls"] = plan(plan_node("a"), plan_node("b", away, chosen=True))
-    everyone = card.get_by_label("Every Mac with room, also those that are away")
+    everyone = card.get_by_label("Every Mac with room, including offline Macs")
     assert sent(api, everyone) == ("POST", "/api/v1/pulls", body | {"nodes": [], "all": True})
     expect(rows.nth(2).get_by_role("cell").nth(1)).to_have_text(f"yes: {away}")
     expect(card.get_by_role("button", name="Pull to 2 Macs")).to_be_enabled()
@@ -922,7 +922,7 @@ def test_a_late_answer_to_an_earlier_choice_does_not_replace_the_plan(page: Page
 
     page.route("**/api/v1/pulls", answer)
     with page.expect_request("**/api/v1/pulls"):
-        card.get_by_label("Every Mac with room, also those that are away").check()
+        card.get_by_label("Every Mac with room, including offline Macs").check()
     card.get_by_label("Every linked Mac with room").check()
     newest = card.get_by_role("button", name="Pull to 3 Macs")
     expect(newest).to_be_enabled()
@@ -963,17 +963,17 @@ def test_pulls_show_bytes_speed_source_and_faults_and_are_cancelled(page: Page, 
     assert lines(cards["qwen"]) == [
         "a: pulling 1.0 GiB of 4.0 GiB from the hub, 40.0 MiB/s, 77 s left",
         "b: pulling 512.0 MiB of 4.0 GiB from a, 40.0 MiB/s, 3 s left",
-        "c: waiting waits for a source",
-        "d: waiting waits until the Mac is back the link was lost",
+        "c: waiting for a source",
+        "d: waiting until the Mac is back the link was lost",
         "e: pulling verifying, 1.0 GiB of 4.0 GiB from the hub, 40.0 MiB/s",
-        "f: pulling starts",
+        "f: pulling starting",
     ]
     expect(page.get_by_role("progressbar", name="Pull of lab/qwen to b")).to_have_attribute("value", "0.125")
     assert cards["gated"].get_by_role("alert").all_inner_texts() == [lost]
     expect(cards["gated"].get_by_role("button")).to_have_count(0)
     expect(cards["old"]).to_be_hidden()
     page.get_by_text("Older pulls: 1").click()
-    assert lines(cards["old"]) == ["a: completed 1.0 GiB received", "b: completed it had the files"]
+    assert lines(cards["old"]) == ["a: completed 1.0 GiB received", "b: completed already had the files"]
     cancel = cards["qwen"].get_by_role("button", name="Cancel the pull of lab/qwen")
     assert sent(api, cancel) == ("DELETE", "/api/v1/pulls/pull-qwen", None)
     api.by_path["DELETE /api/v1/pulls/pull-qwen"] = "pull-qwen has ended already"
@@ -1065,7 +1065,7 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
     show(page, "requests")
     row = page.get_by_role("region", name="Requests in flight").get_by_role("row").nth(1)
     assert cells(row)[1:] == ["r1", "app", "tiny", "mini", "decoding", "2,001", "302", "43", "2"]
-    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    rows = page.get_by_role("region", name="Ended requests").get_by_role("row")
     expect(rows).to_have_count(5)
     found = [[" ".join(cell.split()) for cell in cells(row)[1:]] for row in rows.all()[1:]]
     assert [row[0] for row in found] == ["r5", "r4", "r3", "r2"], "the newest first"
@@ -1087,7 +1087,7 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
         expect(rows).to_have_count(2)
         assert cells(rows.nth(1))[1] == name
     page.get_by_label("Filter").fill("nothing")
-    expect(page.get_by_text("None fits the filter.")).to_be_visible()
+    expect(page.get_by_text("No request matches the filter.")).to_be_visible()
     page.get_by_label("Filter").fill("")
     older = {**ended("r0"), "key_name": "older"}
     api.by_path["GET /api/v1/requests"] = {"requests": [older, ended("r2") | {"key_name": "laptop"}]}
@@ -1101,7 +1101,7 @@ def test_requests_that_left_the_live_stream_stay_in_the_loaded_list(page: Page, 
     named = [ended(f"r{number}") | {"key_name": "laptop"} for number in (1, 2, 3)]
     api.by_path["GET /api/v1/requests"] = {"requests": named[:1]}
     show(page, "requests")
-    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    rows = page.get_by_role("region", name="Ended requests").get_by_role("row")
     with page.expect_response("**/api/v1/requests?last=1000"):
         page.get_by_role("button", name="Load the newest 1,000").click()
     expect(rows).to_have_count(2)
@@ -1120,7 +1120,7 @@ def test_the_loaded_list_is_in_the_order_of_its_ends_and_has_requests_with_the_i
     api.by_path["GET /api/v1/requests"] = {"requests": named}
     show(page, "requests")
     page.get_by_role("button", name="Load the newest 1,000").click()
-    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    rows = page.get_by_role("region", name="Ended requests").get_by_role("row")
     expect(rows).to_have_count(5)
     assert [cells(row)[1] for row in rows.all()[1:]] == ["r1", "r2", "r1", "r0"]
 
@@ -1131,7 +1131,7 @@ def test_every_code_of_an_end_is_a_refusal_a_failure_or_a_cancel(page: Page, api
     failed = {code.value for code in FailureCode} - refused - cancelled
     api.sections["ended"] = [ended(code, code) for code in sorted(refused | failed | cancelled)]
     show(page, "requests")
-    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    rows = page.get_by_role("region", name="Ended requests").get_by_role("row")
     for kind, codes in (("refused", refused), ("failed", failed), ("cancelled", cancelled)):
         page.get_by_label("Outcome").select_option(kind)
         expect(rows).to_have_count(1 + len(codes))
@@ -1247,7 +1247,7 @@ def test_a_change_of_one_limit_keeps_a_limit_that_has_no_field(page: Page, api: 
     show(page, "keys")
     page.get_by_role("region", name="API keys").get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit app")
-    edit.get_by_label("Requests at once").fill("3")
+    edit.get_by_label("Concurrent requests").fill("3")
     assert sent(api, edit.get_by_role("button", name="Save"))[2] == {"limits": {"concurrency": 3, "upstreams": False}}
 
 
@@ -1272,7 +1272,7 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     make.get_by_text("Models and limits").click()
     make.get_by_label("Models", exact=True).fill("qwen*, llama-8b")
     make.get_by_label("Tokens per minute").fill("5000")
-    make.get_by_label("Requests queued").fill("0")
+    make.get_by_label("Queued requests").fill("0")
     make.get_by_label("Priority").select_option("low")
     assert sent(api, make.get_by_role("button", name="Create")) == (
         "POST",
@@ -1295,7 +1295,7 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     expect(keys.get_by_text("mp_k3_other")).to_have_count(0)
     row.get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit app")
-    edit.get_by_label("Requests at once").fill("3")
+    edit.get_by_label("Concurrent requests").fill("3")
     assert sent(api, edit.get_by_role("button", name="Save")) == (
         "PUT",
         "/api/v1/keys/k1/limits",
@@ -1605,6 +1605,6 @@ def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers
     expect(page.get_by_role("heading", name="GuardOff")).to_be_visible()
     expect(page.get_by_text("the guard of a is off")).to_be_visible()
     show(page, "runbook/Cut%4Fff")
-    expect(page.get_by_text("It does not hold now.")).to_be_visible()
+    expect(page.get_by_text("Not active.")).to_be_visible()
     show(page, "runbook/%")
     expect(page.get_by_role("link", name="CutOff")).to_be_visible()

@@ -72,12 +72,12 @@ function SignIn({ entered }) {
   });
   return html`<main class="sign-in"><div class="card">
     <h2>Sign in to Macpool</h2>
-    <p>On the Mac that runs the coordinator, type <code>cluster open</code>. It opens this page with a link that works once.</p>
+    <p>On the Mac that runs the coordinator, run <code>cluster open</code>. It opens this page with a one-time link.</p>
     <form onSubmit=${(event) => { event.preventDefault(); enter(); }}>
-      <label>Or an API key <input type="password" autocomplete="off" required value=${text} onInput=${(event) => setText(event.target.value)} /></label>
+      <label>Or enter an API key <input type="password" autocomplete="off" required value=${text} onInput=${(event) => setText(event.target.value)} /></label>
       <p><button class="main" disabled=${busy}>Sign in</button></p>
     </form>
-    <p class="small quiet">A key with the scope infer opens chat, models and its own usage; metrics opens the pool and its requests; admin opens everything.</p>
+    <p class="small quiet">A key with the scope infer shows chat, models and its own usage; metrics shows the pool and its requests; admin shows everything.</p>
     <${Wrong} text=${error} />
   </div></main>`;
 }
@@ -108,8 +108,8 @@ function Page({ own }) {
         <option value="">System</option><option value="light">Light</option><option value="dark">Dark</option></select></label>
       <button onClick=${leave}>Sign out</button>
     </header>
-    ${!pool.live && (pool.status || pool.error) ? html`<div class="gone" role="status">${pool.error || "The coordinator does not answer"}.${pool.status ? " This page is out of date." : ""} Retrying.</div>` : null}
-    ${version !== loaded.current ? html`<div class="gone" role="status">The coordinator has version ${version} now, and this page is of version ${loaded.current}. <button onClick=${() => location.reload()}>Reload</button></div>` : null}
+    ${!pool.live && (pool.status || pool.error) ? html`<div class="gone" role="status">${pool.error || "The coordinator does not answer"}.${pool.status ? " The data on this page may be outdated." : ""} Retrying.</div>` : null}
+    ${version !== loaded.current ? html`<div class="gone" role="status">The coordinator has been updated to version ${version}, but this page is version ${loaded.current}. <button onClick=${() => location.reload()}>Reload</button></div>` : null}
     <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 

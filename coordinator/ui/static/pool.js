@@ -14,7 +14,7 @@ const RETRY_MS = 2000;
 const UNSEEN_MS = 3000;
 const HIDDEN = "the tab is hidden";
 const NO_ANSWER = "The coordinator does not answer";
-const ENDED = "The key of this page has expired, was revoked, or ended with a restart of the coordinator: sign in again.";
+const ENDED = "The key of this page has expired, was revoked, or was lost when the coordinator restarted: sign in again.";
 // States in which a Mac's report is of now.
 export const PRESENT = ["ready", "suspect", "draining"];
 

@@ -17,8 +17,8 @@ function Answer({ text }) {
 function About({ turn }) {
   const decoding = turn.took - turn.first;
   const speed = turn.tokens > 1 && decoding >= MIN_DECODE_SECONDS ? (turn.tokens - 1) / decoding : 0;
-  const facts = [turn.model, turn.node ? `by ${turn.node}` : "", turn.first === undefined ? "" : `first token after ${seconds(turn.first)}`, turn.tokens ? `${count(turn.tokens)} tokens` : "",
-    speed ? `${rate(speed)} tokens/s` : "", turn.ended === "length" ? "cut at max tokens" : turn.ended === "stopped" ? "stopped" : ""];
+  const facts = [turn.model, turn.node ? `on ${turn.node}` : "", turn.first === undefined ? "" : `first token after ${seconds(turn.first)}`, turn.tokens ? `${count(turn.tokens)} tokens` : "",
+    speed ? `${rate(speed)} tokens/s` : "", turn.ended === "length" ? "ended at max tokens" : turn.ended === "stopped" ? "stopped" : ""];
   return html`<span class="small quiet">${facts.filter(Boolean).join(", ")}</span>`;
 }
 
@@ -50,7 +50,7 @@ export function Chat({ pool, own }) {
     setText("");
     send(chat, model, text);
   };
-  if (!names.length) return html`<${Wrong} text=${wrong} /><${Nothing}>${models ? "No model for chats is served yet." : "Asking the coordinator …"}<//>`;
+  if (!names.length) return html`<${Wrong} text=${wrong} /><${Nothing}>${models ? "No chat model is available yet." : "Loading …"}<//>`;
   return html`<section class="card">
     <div class="row"><label>Model <select value=${model} onChange=${(event) => set(chat.id, { model: event.target.value })}>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       ${chats.length > 1 ? html`<label>History <select value=${chat.id} onChange=${(event) => pick(event.target.value)}>${chats.map((one) => html`<option value=${one.id}>${titleOf(one)}</option>`)}</select></label>` : null}
@@ -64,6 +64,6 @@ export function Chat({ pool, own }) {
         onKeyDown=${(event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event); }}></textarea>
       <p class="row"><button class="main" disabled=${busy || !text.trim()}>Send</button>
         ${busy ? html`<button type="button" onClick=${stop}>Stop</button>` : null}
-        <span class="small quiet">Chats are kept in this tab until it is closed, and nowhere else.</span></p></form>
+        <span class="small quiet">Chats are stored only in this tab, until you close it.</span></p></form>
   </section>`;
 }

@@ -9,13 +9,13 @@ function Code({ rows }) {
 }
 
 // A request that says it is a member's machine: approving it ends that member's certificate.
-const Replaces = ({ name }) => name ? html`<p class="warn small">Replaces the member <b>${name}</b>: approving it ends the certificate that ${name} has now. Do so only if ${name} was set up again.</p>` : null;
+const Replaces = ({ name }) => name ? html`<p class="warn small">Replaces the member <b>${name}</b>: approving the request ends the current certificate of ${name}. Approve it only if ${name} was set up again.</p>` : null;
 
 function Approve({ waiting }) {
   const [code, setCode] = useState("");
   const [decide, { busy, error, done }] = useAction((method) => call(method, `/api/v1/joins/${encodeURIComponent(code.trim())}`));
   return html`<section class="card"><h3>Join requests</h3>
-    ${waiting.length ? html`<ul>${waiting.map((one) => html`<li>${one.name} <span class="quiet">${one.chip}, ${one.address}</span><${Replaces} name=${one.replaces} /></li>`)}</ul>` : html`<${Nothing}>None. On the new Mac, type <code>cluster join</code>.<//>`}
+    ${waiting.length ? html`<ul>${waiting.map((one) => html`<li>${one.name} <span class="quiet">${one.chip}, ${one.address}</span><${Replaces} name=${one.replaces} /></li>`)}</ul>` : html`<${Nothing}>There are no join requests. On the new Mac, run <code>cluster join</code>.<//>`}
     <form class="row" onSubmit=${(event) => { event.preventDefault(); decide("POST"); }}>
       <label>Code on its screen <input inputmode="numeric" autocomplete="off" size="8" value=${code} onInput=${(event) => setCode(event.target.value)} /></label>
       <button class="main" disabled=${busy || !code.trim()}>Approve</button>
@@ -31,15 +31,15 @@ export function Join({ pool }) {
     return made;
   });
   const [revoke, revoking] = useAction(async (id) => {
-    if (!confirm(`Revoke the token ${id}? A Mac that uses it is refused at once.`)) return;
+    if (!confirm(`Revoke the token ${id}? A Mac that uses this token is refused immediately.`)) return;
     await call("DELETE", `/api/v1/tokens/${encodeURIComponent(id)}`).finally(reload);
   });
   return html`<section class="card"><h3>Join command</h3>
-    <p>Type it on the new Mac. It is valid for one Mac and 15 minutes, and is shown once.</p>
+    <p>Run this command on the new Mac. It is valid for one Mac and 15 minutes, and is shown only once.</p>
     <button class="main" disabled=${busy} onClick=${make}>Create a join command</button>
     ${done ? html`<pre tabindex="0">${done.join}</pre><p class="row"><${Copy} text=${done.join} /></p><${Code} rows=${done.qr} />` : null}
     <${Wrong} text=${error || refused} /></section>
     <${Approve} waiting=${pool.joins ?? []} />
     <section class="card"><h3>Join tokens</h3><${Wrong} text=${revoking.error} />${tokens?.tokens.length ? html`<${Table} caption="Join tokens" head=${["token", "note", "#uses left", "expires", "actions"]}
-      rows=${tokens.tokens.map((one) => ({ key: one.id, cells: [one.id, one.name, one.uses_left, when(one.expires), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>None.<//>`}</section>`;
+      rows=${tokens.tokens.map((one) => ({ key: one.id, cells: [one.id, one.name, one.uses_left, when(one.expires), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>There are no join tokens.<//>`}</section>`;
 }

@@ -4,7 +4,7 @@ import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/u
 import { Usage, limitsText } from "/ui/views/usage.js";
 
 const LIVES = [["", "never"], ["604800", "in 7 days"], ["2592000", "in 30 days"], ["7776000", "in 90 days"], ["31536000", "in 1 year"]];
-const NUMBERS = [["requests_per_minute", "Requests per minute", 1], ["tokens_per_minute", "Tokens per minute", 1], ["concurrency", "Requests at once", 1], ["waiting", "Requests queued", 0]];
+const NUMBERS = [["requests_per_minute", "Requests per minute", 1], ["tokens_per_minute", "Tokens per minute", 1], ["concurrency", "Concurrent requests", 1], ["waiting", "Queued requests", 0]];
 const LISTS = [["models", "Models", "all; qwen*, llama-8b"], ["labels", "Mac labels", "all Macs"]];
 const SCOPES = [["infer", "infer: use models"], ["metrics", "metrics: read states and metrics"], ["admin", "admin: everything"]];
 
@@ -34,7 +34,7 @@ function Limits({ fields, set }) {
 function Secret({ made }) {
   const place = useRef(null);
   useEffect(() => place.current.scrollIntoView({ block: "nearest" }), []);
-  return html`<div ref=${place} role="status"><p>The key of <b>${made.name}</b> is shown only now:</p><pre tabindex="0">${made.key}</pre><p class="row"><${Copy} text=${made.key} /></p></div>`;
+  return html`<div ref=${place} role="status"><p>The key of <b>${made.name}</b> is shown only once:</p><pre tabindex="0">${made.key}</pre><p class="row"><${Copy} text=${made.key} /></p></div>`;
 }
 
 const Secrets = ({ list }) => list.map((made) => html`<${Secret} key=${made.key} made=${made} />`);
@@ -87,7 +87,7 @@ function Edit({ row, close }) {
   return html`<section class="card" aria-label=${`Edit ${row.name}`}><h3>Edit ${row.name}</h3>
     <form onSubmit=${(event) => { event.preventDefault(); save(); }}>
       <div class="fields"><label>New name <input ref=${first} required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
-        <label>New expiry <select value=${life ?? "keep"} onChange=${(event) => setLife(event.target.value)}><option value="keep" disabled>${row.expires ? when(row.expires) : "never (as now)"}</option>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
+        <label>New expiry <select value=${life ?? "keep"} onChange=${(event) => setLife(event.target.value)}><option value="keep" disabled>${row.expires ? when(row.expires) : "never (unchanged)"}</option>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
       <${Limits} fields=${fields} set=${setFields} />
       <p class="row"><button class="main" disabled=${busy || !name.trim()}>Save</button><button type="button" onClick=${close}>Close</button></p></form>
     <${Wrong} text=${error} /></section>`;
@@ -100,10 +100,10 @@ export function Keys() {
   const [act, { error }] = useAction(async (verb, row) => {
     const path = `/api/v1/keys/${encodeURIComponent(row.id)}`;
     if (verb === "rotate") {
-      if (!confirm(`Give ${row.name} a new secret? Programs that use the old one are refused at once.`)) return;
+      if (!confirm(`Give ${row.name} a new secret? Programs that use the old one are refused immediately.`)) return;
       addSecret({ ...(await call("POST", `${path}/rotate`).finally(reload)), name: row.name });
     } else {
-      if (!confirm(`Revoke ${row.name}? Programs that use it are refused at once.`)) return;
+      if (!confirm(`Revoke ${row.name}? Programs that use this key are refused immediately.`)) return;
       await call("DELETE", path).finally(reload);
       dropSecret(row.id);
     }
@@ -115,7 +115,7 @@ export function Keys() {
   <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secrets} list=${secrets.filter((one) => !one.isNew)} />
     ${rows.length ? html`<${Table} caption="Keys" head=${["name", "id", "scopes", "created", "expires", "limits", "actions"]}
       rows=${rows.map((one) => ({ key: one.id, cells: [one.name, html`<code>${one.id}</code>`, one.scopes.join(", "), when(one.created), state(one), limitsText(one.limits),
-        html`<span class="row tight"><button onClick=${() => setEdited(one.id)}>Edit</button><button onClick=${() => act("rotate", one)}>Rotate</button><button onClick=${() => act("revoke", one)}>Revoke</button></span>`] }))} />` : html`<${Nothing}>None.<//>`}</section>
+        html`<span class="row tight"><button onClick=${() => setEdited(one.id)}>Edit</button><button onClick=${() => act("rotate", one)}>Rotate</button><button onClick=${() => act("revoke", one)}>Revoke</button></span>`] }))} />` : html`<${Nothing}>There are no keys.<//>`}</section>
   ${row ? html`<${Edit} key=${row.id} row=${row} close=${() => { setEdited(""); reload(); }} />` : null}
   <${Usage} path="/api/v1/keys/usage" keys=${true} />`;
 }

@@ -49,7 +49,7 @@ function Place({ model, place, own, commands, start }) {
     ${place.model === "loading" || (running === "load" && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${named}`}></progress>` : null}
     <${Facts} place=${place} />
     ${place.model === "loaded" ? html`<p class="small quiet">prefill ${count(Math.round(place.prefill_speed))} tokens/s, decode ${count(Math.round(place.decode_speed))} tokens/s for one request</p>` : null}
-    ${measured ? html`<p class="small quiet">measured: up to ${count(measured.max_context)} tokens in one request, ${measured.max_batch} requests at once, ${size(measured.kv_per_token)} a token</p>` : null}
+    ${measured ? html`<p class="small quiet">measured: up to ${count(measured.max_context)} tokens in one request, ${measured.max_batch} concurrent requests, ${size(measured.kv_per_token)} per token</p>` : null}
     <span class="small quiet" role="status">${WORKING[running] ?? ""}</span><${Wrong} text=${error || failure} /></li>`;
 }
 
@@ -58,7 +58,7 @@ function WishState({ wish }) {
   if (wish.loading.length) parts.push(`loading on ${wish.loading.join(", ")}`);
   if (wish.away.length) parts.push(`${wish.away.join(", ")} away`);
   return html`<p class="small"><span class=${`badge ${wish.met ? "good" : "warn"}`}>${wish.met ? "wish met" : "wish not met"}</span> ${wish.replicas} ${wish.replicas === 1 ? "replica" : "replicas"} wanted,
-    ${wish.wanted ? ` ${parts.join(", ")}` : " at rest until a request"}${wish.missing ? html`<br /><span class=${wish.met ? "" : "warn"}>${wish.missing}</span>` : null}</p>`;
+    ${wish.wanted ? ` ${parts.join(", ")}` : " unloaded until the next request"}${wish.missing ? html`<br /><span class=${wish.met ? "" : "warn"}>${wish.missing}</span>` : null}</p>`;
 }
 
 function Actions({ name, wish, loadable, announce, commands, start }) {
@@ -74,7 +74,7 @@ function Actions({ name, wish, loadable, announce, commands, start }) {
   });
   const [unwant, ending] = useAction(async () => {
     await call("DELETE", path);
-    announce(`${name} is not wanted any more.`);
+    announce(`The wish for ${name} was removed.`);
     setEdited(null);
   });
   const shown = edited ?? wish?.replicas ?? 1;
@@ -92,14 +92,14 @@ function Model({ name, model, wish, own, announce, commands, start }) {
   const loadable = places.some((place) => PRESENT.includes(place.state) && place.model === "known");
   return html`<section class="card" aria-label=${name}><h3>${name}</h3>
     <p class="quiet small">${model ? `${PURPOSES[model.kind] ?? ""}${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
-    ${model?.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
+    ${model?.conflict ? html`<p class="warn small">Macs have different models with this name: requests go to only one of them.</p>` : null}
     ${wish ? html`<${WishState} wish=${wish} />` : null}
     ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} commands=${of(place.id)} start=${start} />` : html`<${Away} key=${place.id} place=${place} commands=${of(place.id)} />`)}</ul>` : null}
     ${own.admin ? html`<${Actions} name=${name} wish=${wish} loadable=${loadable} announce=${announce} commands=${of(null)} start=${start} />` : null}</section>`;
 }
 
 const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"><h3>Aliases</h3>
-  <${Table} caption="Aliases of models" head=${["alias", "candidates in order", "first one on a Mac"]} rows=${aliases.map((one) => ({ key: one.name,
+  <${Table} caption="Aliases of models" head=${["alias", "candidates in order", "first on a Mac"]} rows=${aliases.map((one) => ({ key: one.name,
     cells: [one.name, [...one.candidates, ...(one.upstream ? [`upstream ${one.upstream}`] : [])].join(", then "), one.served ?? html`<span class="warn">none</span>`] }))} /></section>`;
 
 const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>Disks</h3>
@@ -129,7 +129,7 @@ export function Models({ pool, own }) {
   const [notes, setNotes] = useState([]);
   const announce = (text) => setNotes((old) => [text, ...old.filter((one) => one !== text)].slice(0, MAX_NOTES));
   const [commands, start] = useCommands(pool.commands ?? [], (ended) => announce(describeEnd(ended)));
-  if (!models) return html`<${Nothing}>Asking the coordinator …<//><${Wrong} text=${error} />`;
+  if (!models) return html`<${Nothing}>Loading …<//><${Wrong} text=${error} />`;
   const wanted = text.trim().toLowerCase();
   const fits = ({ name }) => name.toLowerCase().includes(wanted);
   const rows = withWishes(models, pool.wishes ?? []), shown = rows.filter(fits), named = aliases.filter(fits);
@@ -139,7 +139,7 @@ export function Models({ pool, own }) {
     <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
     ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>
       <span class="small quiet" role="status">${count(shown.length)} of ${count(rows.length)} models</span></p>`
-      : html`<${Nothing}>No model: ${own.admin ? "pull one, or " : ""}put one into a folder named by <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`}
+      : html`<${Nothing}>There are no models: ${own.admin ? "pull one, or " : ""}put one into a folder listed in <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`}
     <div class="cards">${shown.map((row) => html`<${Model} key=${row.name} ...${row} own=${own} announce=${announce} commands=${commands} start=${start} />`)}
       ${named.length ? html`<${Aliases} aliases=${named} />` : null}${disks.length ? html`<${Disks} nodes=${disks} />` : null}</div>`;
 }

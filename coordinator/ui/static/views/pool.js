@@ -79,7 +79,7 @@ function Pause({ node, act, busy }) {
   if (node.sharing.by_hand) return html`<button disabled=${busy} onClick=${() => act("resume")}>Resume</button>`;
   return html`<span class="row"><select aria-label=${`How long ${node.name} is paused`} value=${span} onChange=${(event) => setSpan(event.target.value)}>
       ${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
-    <button disabled=${busy} title="Move its requests to other Macs and free its memory for its owner" onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Pause</button></span>`;
+    <button disabled=${busy} title="Move the requests of this Mac to other Macs, and free its memory for its owner" onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Pause</button></span>`;
 }
 
 function videoOf({ video }) {
@@ -94,12 +94,12 @@ function Actions({ node }) {
   // A slow answer to it blocks no other button.
   const [drain, draining] = useAction(() => send("drain", {}));
   const [remove, removing] = useAction(async () => {
-    if (confirm(`Remove ${node.name} from the pool? Its certificate is revoked at once; to return, it must join again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
+    if (confirm(`Remove ${node.name} from the pool? Its certificate is revoked immediately. To return, the Mac must join again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
   });
   const here = PRESENT.includes(node.state);
   return html`<p class="row">
     ${here ? html`<button disabled=${busy} title="Send no new requests to this Mac" onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Uncordon" : "Cordon"}</button>
-      <button disabled=${draining.busy} title="Cordon it and move its requests to other Macs" onClick=${drain}>Drain</button>` : null}
+      <button disabled=${draining.busy} title="Cordon this Mac and move its requests to other Macs" onClick=${drain}>Drain</button>` : null}
     ${(here || node.state === "paused") && node.sharing.when ? html`<${Pause} node=${node} act=${act} busy=${busy} />` : null}
     <button disabled=${busy} onClick=${() => act(node.video.allowed ? "deny-video" : "allow-video")}>${node.video.allowed ? "Deny video" : "Allow video"}</button>
     ${["lost", "asleep"].includes(node.state) ? html`<button disabled=${removing.busy} onClick=${remove}>Remove</button>` : null}</p>
@@ -110,7 +110,7 @@ function Actions({ node }) {
 function Away({ node }) {
   const ago = node.heard_seconds === null ? "" : `, last report ${seconds(node.heard_seconds)} ago`;
   if (node.state === "paused") return html`<p class="sentence">${node.sharing.why || "paused"}${node.sharing.until ? `, until ${moment(node.sharing.until)}` : ""}. Its memory is free for its owner.</p>`;
-  if (node.state === "joining") return html`<p>Joining: it gets requests after its first reports.</p>`;
+  if (node.state === "joining") return html`<p>Joining: the Mac gets requests after its first reports.</p>`;
   return html`<p class=${node.state === "lost" ? "bad" : ""}>${node.state === "lost" ? "Lost" : node.state === "asleep" ? "Asleep" : node.state}${ago}.${node.state === "lost" ? " Check its power and network." : ""}</p>`;
 }
 
@@ -157,7 +157,7 @@ export function Pool({ pool, own }) {
   const { status, conditions = [] } = pool;
   const nodes = (pool.nodes ?? []).filter((node) => node.state !== "left");
   const history = useHistory(pool.load);
-  if (!status) return html`<${Nothing}>Asking the coordinator …<//>`;
+  if (!status) return html`<${Nothing}>Loading …<//>`;
   return html`
     <${Health} status=${status} nodes=${nodes} conditions=${conditions} />
     ${history && nodes.length ? html`<section class="card" aria-label="The pool in the last hour"><${Charts} load=${history.pool} at=${history.at} interval=${history.interval_seconds} /></section>` : null}

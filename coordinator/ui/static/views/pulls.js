@@ -2,7 +2,7 @@
 import { html, useRef, useState } from "/ui/vendor/preact.js";
 import { Table, Wrong, call, clock, count, seconds, size, useAction } from "/ui/pool.js";
 
-const SELECTIONS = [["auto", "Every linked Mac with room"], ["all", "Every Mac with room, also those that are away"], ["named", "These Macs:"]];
+const SELECTIONS = [["auto", "Every linked Mac with room"], ["all", "Every Mac with room, including offline Macs"], ["named", "These Macs:"]];
 const REPLAN_MS = 400;
 // Time in which an ended pull is shown without a click.
 const RECENT_SECONDS = 3600;
@@ -98,10 +98,10 @@ export function NewPull({ announce }) {
 }
 
 function describeProgress(pull, node) {
-  if (node.state === "completed") return node.fetched ? `${size(node.fetched)} received` : "it had the files";
-  if (node.state === "waiting") return node.linked ? "waits for a source" : "waits until the Mac is back";
+  if (node.state === "completed") return node.fetched ? `${size(node.fetched)} received` : "already had the files";
+  if (node.state === "waiting") return node.linked ? "for a source" : "until the Mac is back";
   if (node.state !== "pulling") return "";
-  if (!node.total) return "starts";
+  if (!node.total) return "starting";
   const left = node.seconds_left === null ? "" : `, ${node.seconds_left < 10 ? `${Math.ceil(node.seconds_left)} s` : seconds(node.seconds_left)} left`;
   const source = node.source === "mirror" ? pull.mirror ?? "another Mac" : "the hub";
   const phase = node.phase === "downloading" ? "" : `${node.phase}, `;
@@ -115,7 +115,7 @@ const NodeProgress = ({ pull, node }) => html`<li>${node.name}: <b class=${node.
 function Pull({ pull, own, announce }) {
   const [cancel, { busy, error }] = useAction(async () => {
     await call("DELETE", `/api/v1/pulls/${encodeURIComponent(pull.id)}`);
-    announce(`The pull of ${pull.repo} is cancelled. Received parts stay on the disks.`);
+    announce(`The pull of ${pull.repo} was cancelled. Received parts stay on the disks.`);
   });
   return html`<div role="group" class="pull" aria-label=${`Pull of ${pull.repo}`}>
     <div class="row spread"><h4>${pull.repo}</h4><span class="row">${own.admin && pull.state === "pulling" ? html`<button class="small" aria-label=${`Cancel the pull of ${pull.repo}`} disabled=${busy} onClick=${cancel}>Cancel</button>` : null}

@@ -60,10 +60,10 @@ function Ended({ ended }) {
       <select aria-label="Outcome" value=${kind} onChange=${(event) => setKind(event.target.value)}>${Object.entries(KINDS).map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
       <span class="small quiet">${count(shown.length)} of ${count(rows.length)}</span>
       ${all ? null : html`<button onClick=${() => setAll(true)}>Load the newest 1,000</button>`}</p><${Wrong} text=${error} />
-    ${shown.length ? html`<${Table} caption="Requests that ended" head=${["time", "request", "key", "model", "Mac", "outcome", "#TTFT", "#tok/s", "#took", "#prompt", "#cached", "#generated"]}
+    ${shown.length ? html`<${Table} caption="Ended requests" head=${["time", "request", "key", "model", "Mac", "outcome", "#TTFT", "#tok/s", "#took", "#prompt", "#cached", "#generated"]}
       rows=${shown.map((one) => ({ key: one.request_id + one.at, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.request_id), one.key, short(one.model), one.node || "–", html`<span class=${colour(one.outcome)}>${one.outcome}</span>${one.message ? html`<div class="small reason">${one.message}</div>` : null}`,
         seconds(one.ttft_seconds), rate(one.tokens_per_second), seconds(one.seconds), count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens)] }))} />`
-      : html`<${Nothing}>${rows.length ? "None fits the filter." : "None yet."}<//>`}</section>`;
+      : html`<${Nothing}>${rows.length ? "No request matches the filter." : "No request has ended yet."}<//>`}</section>`;
 }
 
 export function Requests({ pool, rest }) {
@@ -73,6 +73,6 @@ export function Requests({ pool, rest }) {
     return html`<${One} key=${id} id=${id} phase=${requests.find((one) => one.id === id)?.phase} />`;
   }
   return html`<section class="card"><h3>In flight</h3>${requests.length ? html`<${Table} caption="Requests in flight" head=${["time", "request", "key", "model", "Mac", "state", "#prompt", "#cached", "#generated", "#attempts"]}
-      rows=${requests.map((one) => ({ key: one.id, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.id), one.key, short(one.model), one.node || "–", one.phase, count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens), one.attempts] }))} />` : html`<${Nothing}>None.<//>`}</section>
+      rows=${requests.map((one) => ({ key: one.id, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.id), one.key, short(one.model), one.node || "–", one.phase, count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens), one.attempts] }))} />` : html`<${Nothing}>There are no requests in flight.<//>`}</section>
     <${Ended} ended=${ended} />`;
 }

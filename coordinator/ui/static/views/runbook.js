@@ -10,5 +10,5 @@ export function Runbook({ pool, rest }) {
   const names = Object.keys(RUNBOOK);
   if (!names.includes(name)) return html`<section class="card"><ul>${names.map((one) => html`<li><a href=${`#/runbook/${one}`}>${one}</a></li>`)}</ul></section>`;
   return html`<p><a href="#/runbook">All conditions</a></p><section class="card answer"><h3>${name}</h3>${markdown(RUNBOOK[name])}
-    ${now.length ? html`<h4>It holds now</h4><ul>${now.map((one) => html`<li class="bad">${one.summary}</li>`)}</ul>` : html`<${Nothing}>It does not hold now.<//>`}</section>`;
+    ${now.length ? html`<h4>Active now</h4><ul>${now.map((one) => html`<li class="bad">${one.summary}</li>`)}</ul>` : html`<${Nothing}>Not active.<//>`}</section>`;
 }

@@ -58,7 +58,7 @@ export function Usage({ path, keys }) {
       <p class="tiny row">${parts.map((one) => html`<span><span class=${`key ${one.kind}`}></span>${one.name}</span>`)}<span class="quiet">days in UTC</span></p>
       <${Table} caption="Usage" head=${[...(keys ? ["key"] : []), "model", "#requests", "#failed", "#prompt", "#cached", "#generated"]}
         rows=${sums.map((row) => ({ key: row.key + row.model, cells: [...(keys ? [names.get(row.key)] : []), row.model || "(no model)", ...SUMS.map((name) => count(row[name]))] }))} />`
-      : html`<${Nothing}>${usage ? "Nothing was used in this time." : "Asking the coordinator …"}<//>`}</section>`;
+      : html`<${Nothing}>${usage ? "No usage in this period." : "Loading …"}<//>`}</section>`;
 }
 
 export const limitsText = (limits) => Object.entries(limits).filter(([, value]) => value !== null && value !== undefined && value.length !== 0)
