@@ -197,7 +197,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 def cluster() -> None:
     """Macpool: the Macs of a household or a lab as one OpenAI-compatible endpoint.
 
-    Run `cluster up` on one machine and `cluster join` on each other machine. The command has a second name, `macpool`.
+    Run `cluster up` on one machine and `cluster join` on each other machine. The command is also installed as
+    `macpool`.
 
     \b
     Exit codes: 0 ok, 1 failed, 2 usage, 3 coordinator not reached, 4 key or token refused, 5 not found.

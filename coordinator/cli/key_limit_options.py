@@ -28,12 +28,12 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option("--label", "labels", multiple=True, help="Use only nodes with this label; may be repeated."),
             click.option("--requests-per-minute", type=click.IntRange(1), help="Maximum requests per minute."),
             click.option(
-                "--tokens-per-minute", type=click.IntRange(1), help="Maximum tokens per minute, prompts included."
+                "--tokens-per-minute", type=click.IntRange(1), help="Maximum tokens per minute, including prompts."
             ),
             click.option(
                 "--concurrency",
                 type=click.IntRange(1),
-                help="Maximum open requests, queued ones included. Also the maximum of open videos.",
+                help="Maximum open requests, including queued ones. Also the maximum of open videos.",
             ),
             click.option(
                 "--waiting",

@@ -111,7 +111,7 @@ def clear(session: ApiSession, node: str | None, model: str | None, yes: bool) -
     """Delete cached prompts from memory and from the disk.
 
     The next requests prefill their whole prompts. Files are deleted even on nodes whose disk cache is off. An absent
-    node may have such files and counts as failed; the other nodes delete their files nevertheless.
+    node may have such files and counts as failed; the other nodes still delete their files.
     """
     confirm(f"Delete the cached prompts of {model or 'all models'} on {node or 'all nodes'}?", yes=yes)
     answer = session.request_json("POST", "/api/v1/cache/clear", {"model": model, "node": node}, CLEAR_TIMEOUT_SECONDS)

@@ -40,12 +40,12 @@ CLUSTER_PORT = 8081
 @click.option(
     "--allow-missing-folders",
     is_flag=True,
-    help="Start although a model folder is missing, as on a disk that is not connected. A service has this option.",
+    help="Start even if a model folder is missing, for example on a disconnected disk. The service uses this option.",
 )
 @click.option(
     "--joined-only",
     is_flag=True,
-    help="End at once with exit code 0 if this machine is not in a cluster. A service has this option.",
+    help="Exit immediately with code 0 if this machine is not in a cluster. The service uses this option.",
 )
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")

@@ -130,7 +130,7 @@ def _format_local_time(when: str) -> str:
 @click.command()
 @click.option("--once", is_flag=True, help="Print the view once and exit.")
 @click.option(
-    "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two updates."
+    "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between updates."
 )
 @session_options
 def top(session: ApiSession, once: bool, every: float) -> None:

@@ -230,7 +230,7 @@ def _print_load(answer: dict[str, Any]) -> None:
 def unload(session: ApiSession, model: str, node: str | None) -> None:
     """Unload a model and free its memory. A model in use is not unloaded. The next request loads the model again.
 
-    If one node fails, the other nodes unload the model nevertheless.
+    If one node fails, the other nodes still unload the model.
     """
     with show_spinner(f"unloading {model}"):
         answer = session.request_json(
@@ -270,7 +270,13 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 @model.command()
 @click.argument("name", metavar="MODEL")
-@click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Nodes that have it loaded.")
+@click.option(
+    "--replicas",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Number of nodes that keep the model loaded.",
+)
 @click.option("--label", "labels", multiple=True, help="Only nodes with this label; may be repeated.")
 @click.option("--allow", multiple=True, metavar="NODE", help="Only on this node; may be repeated.")
 @click.option("--deny", multiple=True, metavar="NODE", help="Never on this node; may be repeated.")

@@ -252,7 +252,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
 @click.argument("labels", nargs=-1)
 @session_options
 def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
-    """Replace all labels of a node by LABELS. Without LABELS, remove them. API keys can be limited to labels."""
+    """Replace all labels of a node with LABELS. Without LABELS, remove them. API keys can be limited to labels."""
     wrong = next((text for text in labels if not LABEL.fullmatch(text)), None)
     if wrong is not None:
         raise click.UsageError(

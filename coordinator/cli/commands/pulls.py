@@ -28,7 +28,7 @@ LINE_INTERVAL_SECONDS = 10.0
 @click.argument("repo", metavar="REPO")
 @click.option("--revision", default="", help="Branch, tag or commit; default: main.")
 @click.option("--node", "nodes", multiple=True, help="Node that gets the model; may be repeated.")
-@click.option("--all", "everywhere", is_flag=True, help="All nodes with room, also nodes that are away now.")
+@click.option("--all", "everywhere", is_flag=True, help="All nodes with room, including offline nodes.")
 @click.option("--auto", is_flag=True, help="All linked nodes with room on the disk and in memory (default).")
 @click.option("--dry-run", is_flag=True, help="Print the plan and change nothing.")
 @click.option("--detach", is_flag=True, help="Start the pull and do not wait.")
@@ -107,12 +107,12 @@ def describe_node(node: dict[str, Any]) -> str:
     name, message = node["name"], replace_control_characters(node["message"])
     match node["state"]:
         case "completed":
-            source = "it had the files" if not node["fetched"] else f"{show_size(node['fetched'])} received"
+            source = "already had the files" if not node["fetched"] else f"{show_size(node['fetched'])} received"
             return f"{name}: completed, {source}"
         case "waiting" if not node["linked"]:
             return f"{name}: waits until the node is back" + (f" ({message})" if message else "")
         case "waiting":
-            return f"{name}: waits for a source" + (f" ({message})" if message else "")
+            return f"{name}: waiting for a source" + (f" ({message})" if message else "")
         case "pulling" if not node["total"]:
             return f"{name}: starts"
         case "pulling":

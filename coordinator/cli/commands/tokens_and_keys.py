@@ -188,7 +188,9 @@ def key() -> None:
     show_default=True,
     help="A permission of the key; may be repeated.",
 )
-@click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
+@click.option(
+    "--expires", type=Duration(), help="Lifetime of the key, such as 30d. Without it, the key does not expire."
+)
 @limit_options
 @session_options
 def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **options: Any) -> None:
@@ -251,7 +253,7 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
 )
 @session_options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
-    """Change the given limits of a key at once.
+    """Change the given limits of a key immediately.
 
     Print the limits before and after. Other limits do not change. A limit cannot be both given and cleared.
     """
@@ -299,7 +301,7 @@ def key_expire(session: ApiSession, key_: str, after: float | None, never: bool)
     AFTER is a time from now (90s, 15m, 1h, 30d). With --never the key does not expire.
     """
     if (after is None) != never:
-        raise click.UsageError("write either a time from now, as 30d, or --never")
+        raise click.UsageError("specify either a time from now, such as 30d, or --never")
     row = find_object(session, "key", key_)
     call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
     row = find_object(session, "key", row["id"])
@@ -314,9 +316,11 @@ def key_expire(session: ApiSession, key_: str, after: float | None, never: bool)
 @yes_option
 @session_options
 def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
-    """Replace the secret of a key. The new secret is shown once; the old one is refused at once."""
+    """Replace the secret of a key. The new secret is shown once; the old one is refused immediately."""
     row = find_object(session, "key", key_)
-    confirm(f"Replace the secret of {_format_title(row)}? Programs that use the old one are refused at once.", yes=yes)
+    confirm(
+        f"Replace the secret of {_format_title(row)}? Programs that use the old one are refused immediately.", yes=yes
+    )
     answer = call_route(session, "POST", f"/api/v1/keys/{quote(row['id'], safe='')}/rotate", {})
     session.print_answer(answer, lambda answer: click.echo(answer["key"]))
 
@@ -375,8 +379,8 @@ def audit(session: ApiSession, last: int) -> None:
 @yes_option
 @session_options
 def key_revoke(session: ApiSession, key_: str, yes: bool) -> None:
-    """Revoke a key at once: requests with it are refused."""
+    """Revoke a key: requests with it are refused immediately."""
     key = find_object(session, "key", key_)
-    confirm(f"Revoke key {_format_title(key)}? Programs that use it are refused at once.", yes=yes)
+    confirm(f"Revoke key {_format_title(key)}? Programs that use it are refused immediately.", yes=yes)
     answer = call_route(session, "DELETE", f"/api/v1/keys/{quote(key['id'], safe='')}")
     session.print_answer(answer, lambda _: click.echo(f"key {_format_title(key)} revoked"))

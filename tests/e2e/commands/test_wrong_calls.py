@@ -55,7 +55,7 @@ ALONE: tuple[tuple[str, int, str], ...] = (
     ("key limit", 2, "Missing argument 'KEY'"),
     ("key limit a --clear speed", 2, "'requests-per-minute'"),
     ("key rename a", 2, "Missing argument 'NAME'"),
-    ("key expire a", 2, "either a time from now, as 30d, or --never"),
+    ("key expire a", 2, "either a time from now, such as 30d, or --never"),
     ("key expire a tomorrow", 2, "write 90s, 15m, 1h or 30d"),
     ("key rotate", 2, "Missing argument 'KEY'"),
     ("key revoke", 2, "Missing argument 'KEY'"),

@@ -82,7 +82,7 @@ def test_pull_all_gets_a_model_once_and_the_same_everywhere(lab: PullLab) -> Non
         assert lab.count_received(name) - received[name] < 1.1 * SIZE + 3_000_000, "the kernel's count, with reports"
 
     again = lab.type_command("pull", REPO, "--all")
-    assert (again.returncode, again.stdout.count("completed, it had the files")) == (0, len(NAMES)), again.stderr
+    assert (again.returncode, again.stdout.count("completed, already had the files")) == (0, len(NAMES)), again.stderr
     assert lab.hub.sent_bytes - sent == 3 * queried + SIZE
 
 

@@ -24,10 +24,10 @@ _PATH = "/api/v1/quantizations"
 
 @model.command("quantize")
 @click.argument("name", metavar="MODEL")
-@click.option("--bits", type=click.Choice(BITS), default="4", show_default=True, help="Bits of a weight.")
+@click.option("--bits", type=click.Choice(BITS), default="4", show_default=True, help="Bits per weight.")
 @click.option("--node", help="On this node; default: the one that has the model and the most free memory.")
 @click.option(
-    "--name", "result", metavar="NEW", help="Name of the result; default: MODEL with the bits, as MODEL-4bit."
+    "--name", "result", metavar="NEW", help="Name of the result; default: MODEL with the bits, such as MODEL-4bit."
 )
 @click.option("--detach", is_flag=True, help="Do not wait for the end.")
 @session_options

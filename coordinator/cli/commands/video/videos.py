@@ -59,7 +59,7 @@ def _print_list(answer: dict[str, Any]) -> None:
 @click.argument("video")
 @session_options
 def show(session: ApiSession, video: str) -> None:
-    """Show everything about a video."""
+    """Show all details of a video."""
     session.print_answer({"schema": 1, **_fetch_video(session, video)}, _print_video)
 
 
@@ -89,7 +89,7 @@ def _print_video(video: dict[str, Any]) -> None:
 @click.option("--frames", type=int, help="Length in frames instead of seconds.")
 @click.option("--fps", type=int, help="Frames per second.")
 @click.option("--steps", type=int, help="Denoising steps.")
-@click.option("--seed", type=int, help="The same seed makes the same clip.")
+@click.option("--seed", type=int, help="Seed; the same seed creates the same clip.")
 @click.option("--negative-prompt", help="Negative prompt: content to avoid.")
 @click.option("--wait", "waits", is_flag=True, help="Wait until the video is complete.")
 @click.option(

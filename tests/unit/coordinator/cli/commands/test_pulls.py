@@ -35,7 +35,10 @@ def test_a_pull_that_a_node_does_not_complete_fails_and_names_the_node(server: S
     done = server.run("pull", "a/b", "--all")
     assert done.exit_code == REFUSED
     assert "a/b is not on mini: see the messages above" in done.stderr
-    assert done.stdout.splitlines()[-2:] == ["studio: completed, it had the files", f"mini: {state}: stopped there"]
+    assert done.stdout.splitlines()[-2:] == [
+        "studio: completed, already had the files",
+        f"mini: {state}: stopped there",
+    ]
 
 
 def test_a_pull_that_every_node_completes_succeeds(server: Server):
@@ -60,10 +63,10 @@ PULLING = {"done": GIB, "total": 4 * GIB, "speed": 2.0 * MIB, "seconds_left": 90
 @pytest.mark.parametrize(
     ("state", "changes", "text"),
     [
-        ("completed", {}, "completed, it had the files"),
+        ("completed", {}, "completed, already had the files"),
         ("completed", {"fetched": GIB}, "completed, 1.0 GiB received"),
-        ("waiting", {}, "waits for a source"),
-        ("waiting", {"message": "no room"}, "waits for a source (no room)"),
+        ("waiting", {}, "waiting for a source"),
+        ("waiting", {"message": "no room"}, "waiting for a source (no room)"),
         ("waiting", {"linked": False}, "waits until the node is back"),
         ("waiting", {"linked": False, "message": "it sleeps"}, "waits until the node is back (it sleeps)"),
         ("pulling", {}, "starts"),
@@ -125,7 +128,7 @@ def test_pulls_are_listed_with_the_progress_of_those_that_run(server: Server):
         lines = [" ".join(line.split()) for line in server.run(*words).stdout.splitlines()]
         assert lines[1].startswith("p-0 a/b 1.0 GiB pulling 1/2 ")
         assert lines[2].startswith("p-1 a/b 1.0 GiB failed 1/2 ")
-        assert lines[3:] == ["studio: completed, it had the files", "mini: starts"]
+        assert lines[3:] == ["studio: completed, already had the files", "mini: starts"]
 
 
 def test_a_pull_is_cancelled_by_its_id(server: Server):
@@ -145,4 +148,4 @@ def test_progress_has_a_line_for_each_change_and_after_an_interval(
     monkeypatch.setattr(pulls, "LINE_INTERVAL_SECONDS", 0.0)
     progress.show({"nodes": [running | {"message": "again"}, place("desk", "waiting")]})
     progress.show({"nodes": [place("desk", "waiting")]})
-    assert capsys.readouterr().err.splitlines() == ["mini: starts", "desk: waits for a source"]
+    assert capsys.readouterr().err.splitlines() == ["mini: starts", "desk: waiting for a source"]
