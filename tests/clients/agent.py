@@ -281,19 +281,19 @@ SESSIONS = {"openai": with_openai, "anthropic": with_anthropic}
 HEAD = """# A coding agent's traffic
 <!-- Written by `python -m tests.clients.agent`. Do not edit. -->
 
-Most of an agent's request repeats the one before: a long system prompt, tools, and a conversation. Each turn adds a
-call and its result. This page shows one session through each official library, streamed, on a pool of two nodes. The
-model is `macpool-tiny` from the package, on the CPU of a busy Linux machine. That model cannot program. Each call is
-therefore requested by name (`tool_choice`), with strict tools. The report at the end has no tools and follows a JSON
+Most of each request of an agent repeats the previous one: a long system prompt, tools, and a conversation. Each turn
+adds a call and its result. This page shows one session with each official library, streamed, on a pool of two nodes.
+The model is `macpool-tiny` from the package, on the CPU of a busy Linux machine. This model cannot program. Each call
+is therefore requested by name (`tool_choice`), with strict tools. The report at the end has no tools and follows a JSON
 schema. The tables show:
 
 - The prompt tokens of every turn, and how many of them came from the [prefix cache](models.md#the-prefix-cache). From
-  the second turn on these are all but the end.
-- The conversation stays on the Mac that has its prefix (`prompt_cache_key` here, `x-session-id` there). Only the report
-  may go to any Mac, because its prompt has no tools and differs.
+  the second turn on, the cache has all prompt tokens except the last ones.
+- The conversation stays on the Mac that has its prefix. It is identified by `prompt_cache_key` with the first library,
+  and by `x-session-id` with the second. Only the report may go to any Mac, because its prompt has no tools and differs.
 - A call is sent in one piece when it is complete, with arguments that match its schema.
 
-To see the same with your own model, point your agent at the pool ([clients](clients.md)) and run `cluster explain`.
+To see this with your own model, connect your agent to the pool ([clients](clients.md)) and run `cluster explain`.
 """
 
 
