@@ -9,18 +9,21 @@ typedef void (*callback_t)(void *refcon, uint32_t service, uint32_t message, voi
 
 static callback_t told;
 static int order[8], count;
-static volatile int stopped, refuse;
+static volatile int stopped, refuse, sources, deregistered, stops;
 static int loop, source;
 const void *kCFRunLoopDefaultMode = "default";
 
 uint32_t IORegisterForSystemPower(void *refcon, void **port, callback_t callback, uint32_t *notifier) {
-    if (refuse) return 0;
+    usleep(20000);
     told = callback;
-    *port = &source;
     *notifier = 7;
-    return 42;
+    if (refuse != 1 && refuse != 3) *port = &source;
+    return refuse == 1 || refuse == 2 ? 0 : 42;
 }
-int IODeregisterForSystemPower(uint32_t *notifier) { return *notifier == 7 ? 0 : 1; }
+int IODeregisterForSystemPower(uint32_t *notifier) {
+    deregistered += *notifier == 7;
+    return *notifier == 7 ? 0 : 1;
+}
 int IOAllowPowerChange(uint32_t root, void *argument) {
     if (root == 42 && count < 8) order[count++] = (int)(intptr_t)argument;
     return 0;
@@ -29,13 +32,23 @@ void *IONotificationPortGetRunLoopSource(void *port) { return port == &source ? 
 void *CFRunLoopGetCurrent(void) { return &loop; }
 void CFRunLoopAddSource(void *where, void *what, const void *mode) {
     if (where != &loop || what != &source || mode != kCFRunLoopDefaultMode) abort();
+    sources++;
 }
 void CFRunLoopRun(void) {
+    if (!sources) return;
     told(NULL, 1, 0xE0000270, (void *)11);
+    told(NULL, 1, 0xE0000270, NULL);
     told(NULL, 1, 0xE0000280, (void *)12);
-    told(NULL, 1, 0xE0000300, (void *)13);
+    told(NULL, 1, 0xE0000320, (void *)13);
+    told(NULL, 1, 0xE0000300, (void *)14);
     while (!stopped) usleep(1000);
 }
-void CFRunLoopStop(void *where) { stopped = where == &loop; }
-int answers(int number) { return number < count ? order[number] : 0; }
-void refuse_all(void) { refuse = 1; }
+void CFRunLoopStop(void *where) {
+    stopped = where == &loop;
+    stops++;
+}
+int answers(int number) { return number < count ? order[number] : -1; }
+/* 1: neither a connection nor a port, 2: only a port, 3: only a connection */
+void refuse_with(int how) { refuse = how; }
+int deregistrations(void) { return deregistered; }
+int stop_calls(void) { return stops; }

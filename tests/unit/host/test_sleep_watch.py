@@ -1,21 +1,15 @@
-"""Sleep, announced beforehand or detected afterwards; and macOS's notification through a library of the same shape."""
+"""Sleep, announced beforehand or detected afterwards."""
 
 import asyncio
-import ctypes
-import shutil
-import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from host import sleep_watch
 from host.iokit import SleepNotificationListener
 from host.sleep_watch import Acknowledge, NoSleepNotices, SleepWatch, open_sleep_notices, system_clocks
-
-SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
 
 class Clocks:
@@ -222,44 +216,3 @@ def test_both_clocks_advance_together_while_the_system_is_awake():
     on, off = system_clocks()
     first = on() - off()
     assert abs(on() - off() - first) < 1.0
-
-
-# macOS
-
-
-@pytest.fixture
-def library(tmp_path: Path) -> Path:
-    made = tmp_path / "iokit.so"
-    compiler = shutil.which("cc") or "cc"
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", made, SOURCE], check=True, capture_output=True)
-    return made
-
-
-def test_macos_is_answered_after_the_goodbye(library: Path):
-    heard, woke = list[str](), threading.Event()
-
-    def sleeps(said):
-        heard.append(f"sleeps, answered so far {ctypes.CDLL(str(library)).answers(0)}")
-        said()
-
-    def wakes():
-        heard.append("wakes")
-        woke.set()
-
-    notice = SleepNotificationListener(str(library), str(library))
-    assert notice.start(sleeps, wakes)
-    assert woke.wait(10)
-    notice.stop()
-    answers = ctypes.CDLL(str(library)).answers
-    assert heard == ["sleeps, answered so far 11", "wakes"]
-    assert [answers(0), answers(1), answers(2)] == [11, 12, 0], (
-        "two notices are answered, and a wake-up needs no answer"
-    )
-
-
-def test_a_listener_that_the_system_refuses_does_not_start(library: Path, tmp_path: Path):
-    ctypes.CDLL(str(library)).refuse_all()
-    assert not SleepNotificationListener(str(library), str(library)).start(lambda _: None, lambda: None)
-    missing = SleepNotificationListener(str(tmp_path / "none"), str(tmp_path / "none"))
-    assert not missing.start(lambda _: None, lambda: None)
-    missing.stop()
