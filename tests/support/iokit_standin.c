@@ -39,6 +39,7 @@ void CFRunLoopRun(void) {
     told(NULL, 1, 0xE0000270, (void *)11);
     told(NULL, 1, 0xE0000270, NULL);
     told(NULL, 1, 0xE0000280, (void *)12);
+    told(NULL, 1, 0xE0000290, (void *)13);
     told(NULL, 1, 0xE0000320, (void *)13);
     told(NULL, 1, 0xE0000300, (void *)14);
     while (!stopped) usleep(1000);

@@ -266,14 +266,14 @@ async def test_the_identity_is_reported_with_the_answers_of_all_its_addresses(
     with silent_server() as silent:
         async with opened(tmp_path / "c") as door:
             authority = door.authority
-            joined(tmp_path / "n", authority, door.address, refusing, silent, "a b")
+            joined(tmp_path / "n", authority, door.address, refusing, silent, "a b", "a..b:1")
             report = await asyncio.to_thread(report_identity, tmp_path / "n", "m1")
     identity = report["identity"]
     assert report["identity_error"] == ""
     assert (identity["node"], identity["name"], identity["cluster"]) == ("n-1", "mini", authority.cluster)
     assert time.time() + 86400 < identity["expires"] < identity["authority_expires"]
-    proven, refused, timeout, invalid = report["dialled"]
-    assert [one["address"] for one in report["dialled"]] == [door.address, refusing, silent, "a b"]
+    proven, refused, timeout, invalid, impossible = report["dialled"]
+    assert [one["address"] for one in report["dialled"]] == [door.address, refusing, silent, "a b", "a..b:1"]
     assert (proven["errno"], proven["proven"], proven["error"]) == (0, True, "")
     assert 0 < proven["seconds"] < 30
     assert proven["expires"] > time.time()
@@ -282,6 +282,7 @@ async def test_the_identity_is_reported_with_the_answers_of_all_its_addresses(
     assert (timeout["errno"], timeout["proven"], timeout["error"]) == (0, None, "no answer")
     assert (invalid["errno"], invalid["proven"], invalid["expires"]) == (None, None, None)
     assert "not an address" in invalid["error"]
+    assert (impossible["errno"], "label empty" in impossible["error"]) == (None, True)
 
 
 async def test_a_server_of_another_cluster_or_without_tls_proves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 import msgspec
@@ -32,10 +33,20 @@ def test_an_exclusive_lock_excludes_all_others_until_it_is_closed(tmp_path: Path
     assert (lock_file(file), lock_file(file, shared=True), is_locked(file)) == (None, None, True)
     os.close(held)
     assert not is_locked(file)
-    with_wait = lock_file(file, wait=True)
-    assert with_wait is not None
+
+
+def test_a_lock_is_awaited_until_it_is_released(tmp_path: Path) -> None:
+    file = tmp_path / "guard"
+    held = lock_file(file, wait=True)
+    assert held is not None
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(lock_file, file, wait=True)
+        assert wait([waiting], 0.05).not_done
+        os.close(held)
+        descriptor = waiting.result(10)
+    assert descriptor is not None
     assert is_locked(file)
-    os.close(with_wait)
+    os.close(descriptor)
 
 
 def test_shared_locks_exclude_only_an_exclusive_lock(tmp_path: Path) -> None:
