@@ -28,9 +28,7 @@ THOUGHTS: Edges = {NORMAL: {("<think>", REASONING)}, REASONING: {("</think>", NO
         pytest.param(MarkerSet(), True, {NORMAL: set()}, id="no markers"),
         pytest.param(MarkerSet(THINK), True, THOUGHTS, id="reasoning"),
         pytest.param(MarkerSet(THINK, CALL, LONE), False, THOUGHTS, id="a request without tools"),
-        pytest.param(
-            MarkerSet(call=CALL), True, {NORMAL: {("<call>", TOOL)}, TOOL: {("</call>", NORMAL)}}, id="calls"
-        ),
+        pytest.param(MarkerSet(call=CALL), True, {NORMAL: {("<call>", TOOL)}, TOOL: {("</call>", NORMAL)}}, id="calls"),
         pytest.param(
             MarkerSet(THINK, CALL),
             True,
