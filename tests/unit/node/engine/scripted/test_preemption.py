@@ -184,7 +184,6 @@ def test_a_preempted_request_returns_with_new_commitments_when_there_is_room(ben
     assert (list(bench.table.preempted), list(bench.table.queue)) == ([], [sequence])
     lengths = [compute_return_tokens(PROMPT + row.produced, PROMPT + LIMIT) for row in sequence.rows]
     assert [row.commitment.committed_tokens for row in sequence.rows] == lengths
-    assert committed(sequence) == need
     bench.preemptor.return_next(99.0)
     assert len(bench.memory.checks) == 2, "no request is preempted"
 
