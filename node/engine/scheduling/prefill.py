@@ -194,7 +194,7 @@ class Prefill:
         self.retry_at = retry_at
 
     def end_delay(self) -> None:
-        """Clear `retry_at`, because the gate has passed the chunk or join."""
+        """Clear `retry_at`, because the gate has passed the chunk."""
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:

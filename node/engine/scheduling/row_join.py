@@ -59,7 +59,6 @@ class RowJoin:
         if tokens:
             prefill.sequence.mark_joined(now)
         if refused is None:
-            prefill.end_delay()
             self._requests.dequeue(prefill)
         self._decode_loop.add_tokens(prefill.loaded_model, tokens, now)
         return refused
