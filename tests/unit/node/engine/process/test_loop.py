@@ -2,15 +2,22 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from queue import Queue
+from typing import cast
 
 import pytest
 from msgspec.structs import replace
 
 from node.engine.build import compose
 from node.engine.process import loop as engine_loop
-from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.process.interface import Engine, NativeCall
-from node.engine.process.loop import STEP_REPORT_INTERVAL_SECONDS, EngineLoop
+from node.engine.process.crash_recorder import CrashRecord, CrashRecorder
+from node.engine.process.interface import Engine, Halted, NativeCall, NativeCallKind, Work
+from node.engine.process.loop import (
+    STEP_REPORT_INTERVAL_SECONDS,
+    TOKENIZE_EXPECTED_SECONDS,
+    TOKENIZE_TIMEOUT_SECONDS,
+    EngineLoop,
+)
+from node.engine.requests.tokenize_admission import LONG_PROMPT_BYTES, TokenizeResult, UntokenizedPrompt
 from node.engine.scripted.engine import ScriptedEngine
 from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, ModelSettings, NodeSettings, ScriptedSettings
@@ -20,13 +27,18 @@ from wire.frames import (
     Cancel,
     Deltas,
     EngineReport,
+    Failed,
     Finished,
     Frame,
     Generate,
     GenerationParams,
+    LoadModel,
     MemoryLimits,
     Message,
+    Refusal,
+    UnloadModel,
 )
+from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware
 from wire.units import GIB
 
@@ -237,3 +249,115 @@ def test_the_busy_time_of_a_hanging_turn_is_its_length():
     loop.stop()
     engine.release.set()
     thread.join(WAIT)
+
+
+@pytest.mark.parametrize(
+    ("since", "busy"), [(699.0, (TOKENIZE_TIMEOUT_SECONDS + 1, TOKENIZE_EXPECTED_SECONDS)), (700.0, (0.0, 0.0))]
+)
+def test_a_tokenization_that_hangs_counts_as_busy(since: float, busy: tuple[float, float]):
+    record = CrashRecord(NativeCallKind.READ, 1, "m", since)
+    engine = ScriptedEngine(ScriptedSettings(), CrashRecorder())
+    loop = EngineLoop(engine, lambda frames: None, lambda: record)
+    assert loop.measure_busy_seconds(700.0 + TOKENIZE_TIMEOUT_SECONDS) == busy
+
+
+class Answering(ScriptedEngine):
+    """An engine that answers by script, and whose reports count its calls of `handle`."""
+
+    def __init__(self, *, changes: bool = True) -> None:
+        super().__init__(ScriptedSettings(), CrashRecorder())
+        self.handled: list[Work] = []
+        self.tokenized_by: list[tuple[int, str]] = []
+        self.error: BaseException | None = None
+        self._changes = changes
+
+    def handle(self, work: Work, now: float) -> list[Frame]:
+        self.handled.append(work)
+        if self.error is not None:
+            raise self.error
+        if isinstance(work, LoadModel | UnloadModel):
+            return [Failed(work.request, "failed", "by script")]
+        if isinstance(work, Generate):
+            return [cast("Frame", UntokenizedPrompt(work, 0, lambda: self._tokenize(work.request)))]
+        if isinstance(work, TokenizeResult):
+            return [Failed(work.request, "failed", "tokenized")]
+        return []
+
+    def _tokenize(self, number: int) -> TokenizeResult:
+        self.tokenized_by.append((number, threading.current_thread().name))
+        return TokenizeResult(number, Refusal(number, Refused(RefusalCode.INVALID, "by script")))
+
+    def report(self, now: float) -> EngineReport:
+        return replace(super().report(0.0), acked_seq=len(self.handled) if self._changes else 0)
+
+
+def run_to_end(engine: ScriptedEngine, *work: Work, until: Callable[[list[Frame]], bool]) -> list[list[Frame]]:
+    """Pass work to a loop one by one, and stop the loop once its frames are complete. Return its writes."""
+    writes = Queue[Sequence[Frame]]()
+    loop, sent = EngineLoop(engine, writes.put), list[list[Frame]]()
+    threads = [
+        threading.Thread(target=target, name=name, daemon=True)
+        for target, name in (
+            (loop.run, "inference"),
+            (loop.tokenize_prompts, "short"),
+            (loop.tokenize_long_prompts, "long"),
+        )
+    ]
+    for thread in threads:
+        thread.start()
+    for piece in work:
+        loop.put(piece)
+    while not until([frame for frames in sent for frame in frames]):
+        sent.append(list(writes.get(timeout=WAIT)))
+    loop.stop()
+    threads[0].join(WAIT)
+    assert not threads[0].is_alive()
+    return sent
+
+
+@pytest.mark.parametrize("command", [LoadModel(7, "m"), UnloadModel(7, "m")])
+def test_the_end_of_a_load_or_unload_follows_a_report_of_the_models(command: Work, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_loop, "MIN_REPORT_INTERVAL_SECONDS", 2 * WAIT)
+    sent = run_to_end(Answering(), command, until=lambda frames: any(isinstance(one, Failed) for one in frames))
+    frames = [frame for frames in sent for frame in frames]
+    place = next(place for place, frame in enumerate(frames) if isinstance(frame, Failed))
+    before = frames[place - 1]
+    assert isinstance(before, EngineReport)
+    assert before.acked_seq == 1
+
+
+def test_an_equal_report_is_not_sent_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_loop, "MIN_REPORT_INTERVAL_SECONDS", 0.0)
+    work = (LIMITS, LIMITS, LoadModel(1, "m"), LoadModel(2, "m"))
+    done = lambda frames: sum(isinstance(one, Failed) for one in frames) == 2  # noqa: E731
+    sent = run_to_end(Answering(changes=False), *work, until=done)
+    assert sum(isinstance(frame, EngineReport) for frames in sent for frame in frames) == 1
+
+
+def test_long_prompts_have_a_thread_of_their_own():
+    engine = Answering()
+    long = replace(generate(2, 1), messages=(Message("user", "x" * (LONG_PROMPT_BYTES + 1)),))
+    work = (generate(1, 1), long, generate(3, 1))
+    done = lambda frames: sum(isinstance(one, Failed) for one in frames) == 3  # noqa: E731
+    run_to_end(engine, *work, until=done)
+    assert sorted(engine.tokenized_by) == [(1, "short"), (2, "long"), (3, "short")]
+
+
+def test_a_halt_ends_the_loop_and_other_errors_propagate():
+    engine = Answering()
+    loop = EngineLoop(engine, lambda frames: None)
+    loop.put(LIMITS)
+    engine.error = Halted()
+    loop.run()
+    engine.error = RuntimeError("broken")
+    loop.put(LIMITS)
+    with pytest.raises(RuntimeError, match="broken"):
+        loop.run()
+
+
+def test_work_is_handled_in_its_order():
+    engine = Answering()
+    work = [LoadModel(number, "m") for number in range(1, 6)]
+    sent = run_to_end(engine, *work, until=lambda frames: sum(isinstance(one, Failed) for one in frames) == 5)
+    assert [frame.request for frames in sent for frame in frames if isinstance(frame, Failed)] == [1, 2, 3, 4, 5]
+    assert engine.handled == work
