@@ -71,7 +71,7 @@ def place(node: Node, lease: str = "l-1.1") -> Path:
     return node.folder / "node" / "video" / "leases" / lease
 
 
-async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back_once(make: Make):
+async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back_once(make: Make, tmp_path: Path):
     node = await make()
     before = node.ceiling
     node.ask()
@@ -93,6 +93,8 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     grant = read_grant(place(node))
     assert isinstance(grant, LeaseGrant)
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
+    assert (grant.job["out"], grant.job["wire"]) == (str(place(node) / "out"), True)
+    assert grant.job["package"] == str(tmp_path / "packages" / MODEL)
     told = node.supervisor.orders.limits_number
     node.release("cancelled")
     await node.until(lambda: not node.limiter.leases)
@@ -116,6 +118,15 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert node.lender.list_states() == ()
     assert not place(node).exists()
     assert kinds(node) == [LeaseGranted, LeaseEnded]
+
+
+async def test_a_worker_wires_no_memory_if_the_settings_forbid_it(make: Make):
+    node = await make(memory__wire="off")
+    node.ask()
+    await node.frame(LeaseGranted)
+    grant = read_grant(place(node))
+    assert grant is not None
+    assert grant.job["wire"] is False
 
 
 async def test_a_repeated_lease_request_is_answered_again_and_granted_once(make: Make):
@@ -179,8 +190,9 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
-async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(make: Make):
-    node = await make(engine__scripted__weights="80GiB")
+@pytest.mark.parametrize(("preload", "use"), [("", "in use"), ("scripted-1", "preloaded")])
+async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(make: Make, preload: str, use: str):
+    node = await make(engine__scripted__weights="80GiB", models__preload=preload)
     node.chat(1)
     await node.until(
         lambda: node.supervisor.reports.latest and any(one.loaded for one in node.supervisor.reports.latest.models)
@@ -192,7 +204,8 @@ async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(
     assert (refused.code, refused.retry_after) == ("no_headroom", 5.0)
     assert refused.headroom is not None
     assert 0 < refused.headroom < 20 * GIB
-    assert "scripted-1 (in use)" in refused.waiting_for
+    assert f"scripted-1 ({use})" in refused.waiting_for
+    assert node.supervisor.reports.freed_order == 1, "the engine was asked once to free memory"
     assert (node.ceiling, node.limiter.leases) == (before, 0)
     node.limiter.begin_lease(GIB, LeaseHolder.QUANTIZATION)
     node.ask(size=20 * GIB, lease="l-2")

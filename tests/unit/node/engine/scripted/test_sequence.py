@@ -17,6 +17,7 @@ PROMPT, LIMIT = 10, 8
 def make_sequence(
     rows: int = 1,
     *,
+    prompt: int = PROMPT,
     ends: int = 6,
     limit: int = LIMIT,
     number: int = 5,
@@ -29,9 +30,11 @@ def make_sequence(
         number, 0, "r", model, (Message("user", "a"),), GenerationParams(n=rows), 0, weighted_key=WeightedKey(key)
     )
     ledger = CommitmentLedger(KvParameters(per_token=1))
-    shape = RequestShape(PROMPT, limit, 4, rows)
+    shape = RequestShape(prompt, limit, 4, rows)
     made = ScriptedSequence(request=request, shape=shape, ledger=ledger, ends=ends, arrived=arrived)
-    made.rows += [ScriptedRow(choice=choice, commitment=one) for choice, one in enumerate(ledger.commit(14, rows))]
+    made.rows += [
+        ScriptedRow(choice=choice, commitment=one) for choice, one in enumerate(ledger.commit(prompt + 4, rows))
+    ]
     return made
 
 
