@@ -17,7 +17,7 @@ from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
 from tests.effort import scale_examples, thin_cases
-from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
+from tests.support.engine.text_engine import GREEDY, ONE_TOKEN, ROOMY, Driver
 from tests.support.readings import trailing
 from wire.capacity.arithmetic import estimate_request_need
 from wire.capacity.fairness import WeightedKey
@@ -136,6 +136,17 @@ def test_the_same_prompt_of_two_keys_has_two_hashes(driver: Driver):
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     ada, bob, again = (driver.said[number][0].prompt_hash for number in numbers)  # type: ignore[attr-defined]
     assert ada == again != bob
+
+
+def test_the_tokens_of_an_answer_are_found_in_the_scope_of_its_key_only(driver: Driver):
+    ada, bob = WeightedKey("ada"), WeightedKey("bob")
+    prompt = ended(driver, driver.ask(SHORT[0]["prompt"], weighted_key=ada)).prompt_tokens
+    (entry,) = entries(driver)
+    ids = (*memoryview(entry.key).cast("I"), 5, 6)
+    assert len(ids) > prompt + 2, "the answer is cached with its prompt"
+    for key, scope, cached in ((bob, "", 0), (ada, "all", 0), (bob, "ada", len(ids) - 2), (ada, "", len(ids) - 1)):
+        number = driver.ask("", ONE_TOKEN, messages=(), ids=ids, weighted_key=key, cache_scope=scope)
+        assert ended(driver, number).cached_tokens == cached
 
 
 @pytest.mark.slow
