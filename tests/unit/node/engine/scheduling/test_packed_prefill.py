@@ -12,11 +12,13 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
 from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain, sum_nbytes
+from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling import batch_recovery, packed_prefill, row_join
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.rules import prefill_order
 from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import choose_greedily
@@ -31,6 +33,7 @@ ENDLESS = ((EOS, -100.0),)
 SHORT = [one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80][
     :6
 ]
+JOIN_BYTES = 12_345
 LIKE = "How are you today, number {}?"
 
 
@@ -489,3 +492,52 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
         assert got[name] == decoded_alone(model, ids, len(got[name])), name
         assert batch.get_ids(name) == ids + got[name]
         assert len(got[name]) >= 8
+
+
+# the join of rows
+
+
+def test_a_prompt_is_stored_only_beside_the_room_for_its_join(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    transients, packed = list[int](), list[int]()
+    make_room, store_packed = PrefixMemory.make_room, PrefixCacheManager.store_packed
+
+    def recorded_room(memory: PrefixMemory, size: int, transient: int = 0) -> bool:
+        transients.append(transient)
+        return make_room(memory, size, transient)
+
+    def recorded_store(manager: PrefixCacheManager, prefill, row, transient, view) -> None:
+        packed.append(transient)
+        store_packed(manager, prefill, row, transient, view)
+
+    monkeypatch.setattr(driver.resident().estimator, "estimate_join", lambda *_: JOIN_BYTES)
+    monkeypatch.setattr(PrefixMemory, "make_room", recorded_room)
+    monkeypatch.setattr(PrefixCacheManager, "store_packed", recorded_store)
+    numbers = [driver.ask(one["prompt"], GREEDY) for one in SHORT[:3]]
+    for number, one in zip(numbers, SHORT, strict=False):
+        driver.end(number)
+        assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
+    assert len(packed) >= 2
+    assert set(packed) == {JOIN_BYTES}
+    assert transients.count(JOIN_BYTES) >= len(packed)
+
+
+def test_a_join_that_raises_fails_its_request_and_others_answer_the_same(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    running = driver.ask(SHORT[0]["prompt"], GREEDY)
+    driver.until(lambda: driver.ids[running, 0])
+    with monkeypatch.context() as patch:
+
+        def raise_error(*_: object) -> None:
+            raise RuntimeError("broken")
+
+        patch.setattr(DecodeBatch, "join", raise_error)
+        failing = driver.ask("word " * 100, GREEDY)
+        end = driver.end(failing)
+    assert isinstance(end, Failed)
+    assert end.message.startswith("the prefill of its prompt failed: ")
+    assert "broken" in end.message
+    assert isinstance(driver.end(running), Finished)
+    assert driver.text[running, 0, Channel.CONTENT] == SHORT[0]["answer"]
+    report = driver.engine.report(0.0)
+    assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
