@@ -494,6 +494,27 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
         assert len(got[name]) >= 8
 
 
+def test_a_packed_prompt_is_cached_without_its_last_token_and_continued_the_same(driver: Driver, shared: list[int]):
+    decoding = GenerationParams(temperature=0.0, max_tokens=200, logit_bias=ENDLESS)
+    numbers = [driver.ask(one["prompt"], decoding) for one in SHORT[2:4]]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    assert shared == [2]
+    live = driver.engine.parts.scheduler.live
+    prompts = [live[number].prompt for number in numbers]
+    brief = GenerationParams(temperature=0.0, max_tokens=8)
+    fresh = Driver(models.path("llama"), prefix_cache_size="off")
+    for prompt in prompts:
+        ids = (*prompt, *prompt[-3:])
+        found, alone = (one.ask("", brief, messages=(), ids=ids) for one in (driver, fresh))
+        end = driver.end(found)
+        assert isinstance(end, Finished)
+        assert end.cached_tokens == len(prompt) - 1
+        fresh.end(alone)
+        assert driver.ids[found, 0] == fresh.ids[alone, 0]
+    for number in numbers:
+        driver.cancel(number)
+
+
 # the join of rows
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from node.engine.kv.kv_cache import Layers, sum_nbytes
 from node.engine.kv.prefix_memory import PrefixMemory
-from node.engine.kv.prefix_store import CachedPrefix
+from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS, CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
@@ -565,3 +565,9 @@ def test_a_prefix_of_the_own_key_is_used_where_no_shared_system_prompt_is_longer
         assert isinstance(found, Finished)
         cached.append(found.cached_tokens)
     assert cached[0] == 0 < 120 < cached[1]
+
+
+@pytest.mark.parametrize(("tokens", "stored"), [(MIN_PREFIX_TOKENS - 2, []), (MIN_PREFIX_TOKENS, [MIN_PREFIX_TOKENS])])
+def test_sequences_below_the_minimum_are_not_stored(driver: Driver, tokens: int, stored: list[int]):
+    ended(driver, driver.ask("", ONE_TOKEN, messages=(), ids=tuple(range(5, 5 + tokens))))
+    assert [entry.length for entry in entries(driver)] == stored
