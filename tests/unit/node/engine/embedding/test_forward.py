@@ -131,6 +131,17 @@ def test_steps_follow_each_part_and_the_vectors_are_the_same(driver: Driver, mod
     assert np.abs(driver.vectors(number) - alone).max() < 1e-5
 
 
+def test_the_tokens_of_a_forward_in_several_parts_count_once(driver: Driver):
+    chat(driver)
+    before = driver.engine.report(0.0).counts.prefill_tokens
+    number = driver.embed("hello", model="vectors")
+    parts, _ = parts_until(driver, number)
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert parts == LAYERS
+    assert driver.engine.report(0.0).counts.prefill_tokens == before + end.prompt_tokens
+
+
 def test_without_a_chat_all_layers_are_one_part(driver: Driver):
     forwards = driver.engine.report(0.0).counts.forwards
     driver.vectors(driver.embed("hello", model="vectors"))
