@@ -8,6 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from node.engine.build import build, open_disk_cache
+from node.engine.memory.gate import GateSite
 from node.engine.models import load_times
 from node.engine.process.crash_recorder import CrashRecorder
 from node.hub.digests import DigestStore, compute_content, list_content_files, record_digest
@@ -107,6 +108,17 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_setting():
     counts = driver.engine.report(0.0).counts
     assert isinstance(end, Finished)
     assert counts.prefill_tokens - before.prefill_tokens == end.prompt_tokens > 96
+
+
+def test_the_smallest_chunk_is_no_larger_than_a_chunk():
+    driver = Driver(LLAMA, prefill_step_size=16, min_prefill_step=64, prefix_cache_size="off")
+    driver.answer("Hello!", ONE_TOKEN)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    driver.ask("word " * 100)
+    scheduler = driver.engine.parts.scheduler
+    driver.until(lambda: scheduler.prefills[0].retry_at)
+    tokens = len(scheduler.prefills[0].ids)
+    assert scheduler.compute_required_bytes() == driver.resident().estimator.estimate_chunk(16, tokens)
 
 
 # the process

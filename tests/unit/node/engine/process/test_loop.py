@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from node.engine.build import compose
 from node.engine.process import loop as engine_loop
@@ -171,6 +172,7 @@ def test_admissions_of_several_requests_are_sent_together_before_the_next_step()
 
 def test_an_admission_without_a_step_or_report_is_sent_soon(running: Running, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_loop, "MIN_REPORT_INTERVAL_SECONDS", 2 * WAIT)
+    monkeypatch.setattr(engine_loop, "STEP_REPORT_INTERVAL_SECONDS", 2 * WAIT)
     running.loop.put(LIMITS)
     running.loop.put(generate(1, 10_000))
     running.until(lambda frame: isinstance(frame, Deltas))
@@ -361,3 +363,16 @@ def test_work_is_handled_in_its_order():
     sent = run_to_end(engine, *work, until=lambda frames: sum(isinstance(one, Failed) for one in frames) == 5)
     assert [frame.request for frames in sent for frame in frames if isinstance(frame, Failed)] == [1, 2, 3, 4, 5]
     assert engine.handled == work
+
+
+def test_the_settings_of_the_guard_are_logged_once_for_each_change(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine_loop, "MIN_REPORT_INTERVAL_SECONDS", 0.0)
+    engine = ScriptedEngine(ScriptedSettings(), CrashRecorder())
+    loads = [LoadModel(number, "other") for number in (1, 2, 3)]
+    work = (LIMITS, loads[0], loads[1], replace(LIMITS, margin=GIB), loads[2])
+    done = lambda frames: sum(isinstance(one, Refusal) for one in frames) == 3  # noqa: E731
+    with capture_logs() as logs:
+        run_to_end(engine, *work, until=done)
+    margins = [entry["margin"] for entry in logs if entry["event"] == "gate"]
+    assert len(margins) == len(set(map(str, margins))) <= 2
+    assert margins
