@@ -346,7 +346,7 @@ async def test_an_actor_that_cannot_start_ends_its_lease_and_no_other(make: Make
 
 
 async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: Make):
-    node = await make(worker__start_timeout_seconds=1)
+    node = await make(worker__start_timeout_seconds=1, worker__terminate_grace_seconds=0)
     node.ask()
     ended = await node.ended()
     assert ended.code == "start_failed"

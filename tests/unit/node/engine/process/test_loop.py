@@ -376,3 +376,13 @@ def test_the_settings_of_the_guard_are_logged_once_for_each_change(monkeypatch: 
     margins = [entry["margin"] for entry in logs if entry["event"] == "gate"]
     assert len(margins) == len(set(map(str, margins))) <= 2
     assert margins
+
+
+def test_a_stop_halts_the_engine_before_its_next_call():
+    engine, halted = ScriptedEngine(ScriptedSettings(), CrashRecorder()), threading.Event()
+    engine.halt = halted.set
+    loop = EngineLoop(engine, lambda frames: None)
+    loop.stop()
+    assert halted.is_set()
+    loop.put(LIMITS)
+    loop.run()
