@@ -1,68 +1,34 @@
 """The endpoint of a started coordinator: its addresses, the owner's key, and the settings that reach its parts."""
 
+import asyncio
 import json
 import os
+import re
+import resource
+import sqlite3
+import ssl
 import stat
-import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import closing, suppress
 from pathlib import Path
 
 import httpx
 import msgspec
 import pytest
 
-from coordinator.backup.generation_fence import GenerationFence
-from coordinator.http.listen import open_listener
-from coordinator.observe.event_log import EventLog
-from coordinator.startup.cluster import ClusterSide, start_cluster
-from coordinator.startup.endpoint import Endpoint, build_ready_facts, create_endpoint, create_local_key, serve_http
+from coordinator.startup.endpoint import build_ready_facts
 from coordinator.startup.options import RunOptions, check_options
-from coordinator.startup.state import CoordinatorState, Credentials, load_credentials
-from coordinator.state.database import Database
 from coordinator.state.settings import AlertSettings, CoordinatorSettings, HttpSettings
-from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.state.store_errors import StoreError
+from coordinator.tls.https_config import read_https_validity
+from coordinator.video.store import VideoStore
 from host.settings_loader import SettingsError
-
-
-@dataclass(frozen=True)
-class Started:
-    """Parts of a coordinator that serves its endpoint and its cluster port."""
-
-    folder: Path
-    access: Credentials
-    cluster: ClusterSide
-    endpoint: Endpoint
-
-    @property
-    def url(self) -> str:
-        return self.endpoint.address.build_local_url()
-
-
-@asynccontextmanager
-async def started(folder: Path, http: HttpSettings | None = None, host: str = "127.0.0.1") -> AsyncIterator[Started]:
-    settings = CoordinatorSettings(http=http or HttpSettings())
-    options = RunOptions(folder, (host, 0), ("127.0.0.1", 0), local_node=False, node_arguments=(), settings=settings)
-    async with AsyncExitStack() as stack:
-        listener = open_listener(host, 0)
-        stack.callback(listener.close)
-        store, authority = Database(folder), ClusterCa(folder / "authority", time.time)
-        stack.callback(store.close)
-        store.create_cluster(authority.cluster, "lab")
-        fence = GenerationFence(authority, 0)
-        state = CoordinatorState(folder, folder / "x.log", EventLog(), store, authority, fence, True, 7, "1.0")
-        access = load_credentials(state, settings.http, host)
-        cluster = await start_cluster(options, state, access, lambda mark: None, stack)
-        endpoint = create_endpoint(options, folder, cluster.port, listener)
-        await serve_http(options, state, access, cluster, endpoint, stack)
-        create_local_key(state, access, endpoint, stack)
-        yield Started(folder, access, cluster, endpoint)
+from tests.support.cluster.started_coordinator import started
+from tests.unit.coordinator.video.state.test_job_table import a_job
 
 
 async def test_commands_of_the_owner_reach_the_endpoint_while_it_runs(tmp_path: Path):
     run = tmp_path / "run.json"
-    async with started(tmp_path, HttpSettings(tls="off"), "0.0.0.0") as made:
+    async with started(tmp_path, CoordinatorSettings(http=HttpSettings(tls="off")), "0.0.0.0") as made:
         facts = json.loads(run.read_text())
         assert (facts["url"], facts["pid"], facts["ca"]) == (made.url, os.getpid(), "")
         assert made.url.startswith("http://127.0.0.1:"), "a change of the network does not matter"
@@ -71,25 +37,95 @@ async def test_commands_of_the_owner_reach_the_endpoint_while_it_runs(tmp_path: 
             headers = {"authorization": f"Bearer {facts['secret']}"}
             status = (await client.get("/api/v1/status", headers=headers)).json()
             assert (status["epoch"], status["version"], status["cluster"]["name"]) == (7, "1.0", "home")
+            assert 0 <= status["uptime_seconds"] < 60
             assert (await client.post("/api/v1/keys", json={"name": "app"}, headers=headers)).status_code == 200
     assert not run.exists()
 
 
 async def test_the_owner_trusts_the_endpoint_with_its_own_authority(tmp_path: Path):
-    async with started(tmp_path, HttpSettings(tls="on")) as made:
+    async with started(tmp_path, CoordinatorSettings(http=HttpSettings(tls="on"))) as made:
         facts = json.loads((tmp_path / "run.json").read_text())
         assert facts["url"] == made.url
         assert facts["ca"] == made.endpoint.ca_pem
         assert facts["ca"].startswith("-----BEGIN CERTIFICATE-----")
         ready = build_ready_facts(made.endpoint, "mpj1.x", "mp_first")
+        tls = ssl.create_default_context(cadata=facts["ca"])
+        headers = {"authorization": f"Bearer {facts['secret']}"}
+        async with httpx.AsyncClient(base_url=made.url, headers=headers, verify=tls, trust_env=False) as client:
+            assert (await client.get("/api/v1/ca.pem")).text == facts["ca"]
+            metrics = (await client.get("/metrics")).text
+        expires = {
+            name: float(value)
+            for name, value in re.findall(r'tls_expires_timestamp_seconds\{certificate="(\w+)"\} (\S+)', metrics)
+        }
+        validity = read_https_validity(made.state.authority, made.endpoint.tls)
+        assert expires == {name: until for name, (_, until) in validity.items()}
+        assert expires.keys() == {"authority", "coordinator", "endpoint"}
     assert (ready["tls"], ready["api_key"], ready["base_url"]) == (True, "mp_first", f"{made.url}/v1")
     assert ready["trust"].startswith(f"cluster trust-ca {made.url} --fingerprint ")
     assert ready["join"].startswith("echo mpj1.x | cluster join macpool://127.0.0.1:")
 
 
+@pytest.mark.parametrize(("broken", "table"), [("cluster.db", "audit"), ("videos.db", "jobs")])
+async def test_metrics_count_unwritten_changes_of_both_databases(tmp_path: Path, broken: str, table: str):
+    with closing(VideoStore(tmp_path)) as store:
+        store.put_job(a_job(1))
+    async with started(tmp_path) as made, made.client("metrics") as client:
+        databases = (made.state.store, made.cluster.video_controller.records)
+        assert "\nmacpool_coordinator_unwritten_changes 0.0\n" in (await client.get("/metrics")).text
+        with closing(sqlite3.connect(tmp_path / broken)) as other:
+            other.execute(f"ALTER TABLE {table} RENAME TO away")
+        made.state.store.audit.add(1.0, "person", "create keys", "laptop")
+        made.cluster.video_controller.records.put_job(a_job(2))
+        for one in databases:
+            with suppress(StoreError):
+                await one.flush()
+        (unwritten,) = filter(None, (one.count_unwritten() for one in databases))
+        assert f"\nmacpool_coordinator_unwritten_changes {unwritten}.0\n" in (await client.get("/metrics")).text
+        with closing(sqlite3.connect(tmp_path / broken)) as other:
+            other.execute(f"ALTER TABLE away RENAME TO {table}")
+
+
+async def test_unlimited_open_files_allow_connections_as_the_highest_limit_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    async with started(tmp_path) as made:
+        port = made.endpoint.address.port
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        for _, writer in idle:
+            writer.write(b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        answers = [await reader.readline() for reader, _ in idle]
+        for _, writer in idle:
+            writer.close()
+    assert answers == [b"HTTP/1.1 200 OK\r\n"] * 20
+
+
+async def test_endpoint_has_the_limits_and_addresses_of_the_settings(tmp_path: Path):
+    settings = msgspec.convert(
+        {
+            "http": {"allowed_hosts": "pool.example", "allowed_origins": "https://page.example"},
+            "router": {"max_body_bytes": 1024},
+        },
+        CoordinatorSettings,
+    )
+    async with started(tmp_path, settings) as made, made.client("infer", "admin") as client:
+        statuses = [
+            (await client.post("/v1/chat/completions", json={}, headers=headers)).status_code
+            for headers in (
+                {"host": "pool.example"},
+                {"host": "evil.example"},
+                {"origin": "https://page.example"},
+                {"origin": "https://evil.example"},
+            )
+        ]
+        long = await client.post("/v1/chat/completions", content=b" " * 1025)
+    assert (statuses, long.status_code) == ([400, 421, 400, 403], 413)
+
+
 @pytest.mark.parametrize("anonymous", [True, False])
 async def test_an_endpoint_without_keys_refuses_names_of_the_local_network(tmp_path: Path, anonymous: bool):
-    async with started(tmp_path, HttpSettings(anonymous=anonymous)) as made:
+    async with started(tmp_path, CoordinatorSettings(http=HttpSettings(anonymous=anonymous))) as made:
         async with httpx.AsyncClient(base_url=made.url, trust_env=False) as client:
             keyless = await client.get("/v1/models")
             named = await client.get("/v1/models", headers={"host": "mac.local"})
