@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from coordinator.cluster import node_administration
 from coordinator.state.store_errors import StoreError
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
-from wire.frames import Admitted, Finished, Generate, PauseNode
+from wire.frames import Admitted, Denied, Finished, Generate, PauseNode
 from wire.identity import NodeId
 from wire.report import Sharing
 
@@ -115,3 +116,91 @@ async def cordon_without_disk(folder: Path) -> None:
                 )
         answer = await boss.post("/api/v1/nodes/studio/cordon")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
+
+
+@pytest.mark.parametrize(
+    ("order", "body", "field", "value"),
+    [
+        ("POST cordon", None, "cordoned", True),
+        ("POST uncordon", None, "cordoned", False),
+        ("POST deny-video", None, "video_allowed", False),
+        ("POST allow-video", None, "video_allowed", True),
+        ("PUT labels", {"labels": ["fast", "lab", "fast"]}, "labels", ["fast", "lab"]),
+    ],
+)
+async def test_an_order_about_a_node_is_answered_shown_and_stored(
+    port: Port, boss: httpx.AsyncClient, order: str, body: dict[str, Any] | None, field: str, value: object
+):
+    node = port.member("studio").node
+    if value in (False, True):  # the contrary before
+        contrary = {"cordoned": port.application.nodes.administration.set_cordoned}.get(
+            field, port.application.nodes.administration.set_video_allowed
+        )
+        contrary(node, on=not value)
+    method, name = order.split()
+    answer = await boss.request(method, f"/api/v1/nodes/studio/{name}", json=body)
+    assert answer.json() == {"schema": 1, "node": node, field: value}
+    row = port.application.store.members[node]
+    stored = {"cordoned": row.cordoned, "video_allowed": row.video, "labels": list(row.labels)}
+    shown = (await boss.get(f"/api/v1/nodes/{node}")).json()["node"]
+    assert stored[field] == value
+    assert (shown["video"]["allowed"] if field == "video_allowed" else shown[field]) == value
+    (act,) = (await boss.get("/api/v1/audit")).json()["acts"]
+    assert (act["action"], act["subject"].split()[0]) == (name.replace("-", "_").replace("labels", "label"), "studio")
+
+
+async def test_a_removed_node_is_listed_and_takes_no_orders(port: Port, boss: httpx.AsyncClient):
+    line, node = await linked(port, "studio"), only_member(port)
+    assert (await boss.delete("/api/v1/nodes/studio")).json() == {"schema": 1, "node": node}
+    assert [frame.reason for frame in await line.ended() if isinstance(frame, Denied)] == ["removed"]
+    (row,) = (await boss.get("/api/v1/nodes")).json()["nodes"]
+    assert (row["name"], row["state"]) == ("studio", "left")
+    orders: list[tuple[str, str, dict[str, Any] | None]] = [
+        ("POST", "/cordon", None),
+        ("POST", "/uncordon", None),
+        ("POST", "/allow-video", None),
+        ("POST", "/deny-video", None),
+        ("POST", "/drain", {"wait_seconds": 0.0}),
+        ("POST", "/pause", {}),
+        ("POST", "/resume", None),
+        ("PUT", "/labels", {"labels": []}),
+        ("DELETE", "", None),
+    ]
+    for method, name, body in orders:
+        left = await boss.request(method, f"/api/v1/nodes/studio{name}", json=body)
+        assert (left.status_code, left.json()["error"]["code"]) == (409, "node_left"), name
+        assert "listed for 10 minutes" in left.json()["error"]["message"]
+        unknown = await boss.request(method, f"/api/v1/nodes/nowhere{name}", json=body)
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "node_not_found"), name
+    for path in ("", "/logs"):
+        assert (await boss.get(f"/api/v1/nodes/nowhere{path}")).status_code == 404
+
+
+async def test_a_pause_of_a_node_that_cannot_confirm_is_a_503(
+    port: Port, boss: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(node_administration, "PAUSE_TIMEOUT_SECONDS", 0.01)
+    port.member("away")
+    await linked(port, "silent", sharing=Sharing("always"))
+    for name, words in (("away", "away: it has not reported yet"), ("silent", "silent did not confirm the pause")):
+        answer = await boss.post(f"/api/v1/nodes/{name}/pause", json={})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "node_unreachable")
+        assert answer.json()["error"]["message"].startswith(words)
+
+
+@pytest.mark.parametrize("order", ["POST deny-video", "PUT labels", "DELETE", "POST cordon", "POST drain"])
+async def test_an_order_is_answered_once_it_is_on_the_disk(
+    port: Port, boss: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, order: str
+):
+    port.member("studio")
+    flushed, flush = list[bool](), port.application.store.flush
+
+    async def record() -> None:
+        await flush()
+        flushed.append(True)
+
+    monkeypatch.setattr(port.application.store, "flush", record)
+    method, _, name = order.partition(" ")
+    body = {"labels": ["a"]} if name == "labels" else {"wait_seconds": 0.0} if name == "drain" else None
+    answer = await boss.request(method, f"/api/v1/nodes/studio/{name}".rstrip("/"), json=body)
+    assert (answer.status_code, flushed) == (200, [True])
