@@ -167,7 +167,6 @@ class Listener:
                 log.warning("accept failed", reason=error.strerror or type(error).__name__)
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue
-            accepted.setblocking(False)
             self._start_connection(accepted, address[0] if address else "")
 
     def _start_connection(self, accepted: socket.socket, address: str) -> None:
