@@ -1,6 +1,7 @@
 """Orders to nodes through the API of the coordinator, with nodes on real links."""
 
 import asyncio
+import json
 import sqlite3
 import time
 from contextlib import closing
@@ -13,7 +14,7 @@ import pytest
 from coordinator.cluster import node_administration
 from coordinator.state.store_errors import StoreError
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
-from wire.frames import Admitted, Denied, Finished, Generate, PauseNode
+from wire.frames import Admitted, Denied, FetchChunk, FetchRequest, Finished, Generate, PauseNode
 from wire.identity import NodeId
 from wire.report import Sharing
 
@@ -204,3 +205,43 @@ async def test_an_order_is_answered_once_it_is_on_the_disk(
     body = {"labels": ["a"]} if name == "labels" else {"wait_seconds": 0.0} if name == "drain" else None
     answer = await boss.request(method, f"/api/v1/nodes/studio/{name}".rstrip("/"), json=body)
     assert (answer.status_code, flushed) == (200, [True])
+
+
+@pytest.mark.parametrize(("parameters", "wanted"), [({}, 65536), ({"bytes": 100}, 100)])
+async def test_the_newest_bytes_of_a_log_are_fetched_from_its_node(
+    port: Port, boss: httpx.AsyncClient, parameters: dict[str, int], wanted: int
+):
+    line = await linked(port, "studio")
+    asking = asyncio.create_task(boss.get("/api/v1/nodes/studio/logs", params=parameters))
+    asked = await line.until(FetchRequest)
+    assert (asked.source, asked.offset, asked.limit) == ("logs", -wanted, wanted)
+    line.send(FetchChunk(asked.number, b"one\ntwo\n", last=True))
+    answer = await asking
+    assert (answer.status_code, answer.text) == (200, "one\ntwo\n")
+    assert answer.headers["content-type"] == "text/plain; charset=utf-8"
+
+
+async def test_a_followed_log_continues_where_the_last_poll_ended(
+    port: Port, boss: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("coordinator.api.routes.nodes.FOLLOW_INTERVAL_SECONDS", 0.001)
+    line = await linked(port, "studio")
+    asking = asyncio.create_task(boss.get("/api/v1/nodes/studio/logs", params={"bytes": 5, "follow": True}))
+    for offset, text in ((-5, b"first\n"), (20, b"second\n")):
+        asked = await line.until(FetchRequest)
+        assert asked.offset == offset
+        line.send(FetchChunk(asked.number, text, last=True, end=20))
+    line.send(FetchChunk((await line.until(FetchRequest)).number, b"", last=True, error="the log is gone"))
+    lines = (await asking).text.splitlines()
+    assert lines[:2] == ["first", "second"]
+    assert json.loads(lines[2])["reason"] == "the log is gone"
+
+
+async def test_a_resumed_node_may_stay_paused_by_its_own_setting(port: Port, boss: httpx.AsyncClient):
+    line = await port.link(port.member("studio"), a_report(sharing=Sharing("idle", paused=True, by_hand=True)))
+    await port.until(lambda: port.application.registry.get_node_view(only_member(port)).sharing.by_hand)
+    asked = asyncio.create_task(boss.post("/api/v1/nodes/studio/resume"))
+    assert (await line.until(PauseNode)).by == "an administrator of the pool"
+    line.send(a_report(2, sharing=Sharing("idle", paused=True)))
+    sharing = (await asked).json()["sharing"]
+    assert (sharing["paused"], sharing["by_hand"]) == (True, False)
