@@ -20,7 +20,6 @@ from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow
 from coordinator.state.schema import MIGRATIONS
 from coordinator.state.sqlite_file import open_database
 from coordinator.state.store_errors import StateLockedError, StoreError
-from coordinator.state.tables import MAX_AUDIT_ENTRIES
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
@@ -159,19 +158,6 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(StoreError, match=r"newer macpool \(schema 99"):
         Database(tmp_path)
-
-
-def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
-    store = Database(tmp_path)
-    for number in range(MAX_AUDIT_ENTRIES + 5):
-        store.audit.add(float(number), "k", "act", "x")
-    assert [store.audit[0].number, store.audit[-1].number] == [6, MAX_AUDIT_ENTRIES + 5]
-    store.close()
-    again = Database(tmp_path)
-    assert [again.audit[0].number, len(again.audit)] == [6, MAX_AUDIT_ENTRIES]
-    again.close()
-    with closing(sqlite3.connect(tmp_path / "cluster.db")) as connection:
-        assert connection.execute("SELECT MIN(number), COUNT(*) FROM audit").fetchone() == (6, MAX_AUDIT_ENTRIES)
 
 
 def test_released_scripts_of_the_schemas_do_not_change() -> None:
