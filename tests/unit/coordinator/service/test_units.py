@@ -38,13 +38,14 @@ def test_the_job_of_launchd_has_what_a_server_needs():
     assert job == launchd.build_job(PLAN)
     assert job["ProgramArguments"][:5] == ["/opt/macpool/bin/python", "-P", "-m", "coordinator.cli", "up"]
     assert "--allow-missing-folders" in job["ProgramArguments"], "external disks are connected after the login"
-    assert (job["UserName"], job["ProcessType"], job["RunAtLoad"]) == ("pool", "Interactive", True)
+    assert (job["UserName"], job["GroupName"], job["WorkingDirectory"]) == ("pool", "staff", "/var/pool")
+    assert (job["ProcessType"], job["RunAtLoad"], job["ThrottleInterval"]) == ("Interactive", True, 10)
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     assert job["Umask"] == 63
     assert job["ExitTimeOut"] == 45, "the drain of requests and that of the local node"
     assert job["SoftResourceLimits"] == job["HardResourceLimits"] == {"NumberOfFiles": 8192}
     assert job["EnvironmentVariables"]["NO_PROXY"] == "*"
-    assert job["StandardErrorPath"] == "/Library/Logs/macpool/service.log"
+    assert job["StandardErrorPath"] == job["StandardOutPath"] == "/Library/Logs/macpool/service.log"
     assert "caffeinate" not in str(job)
 
 
@@ -70,10 +71,28 @@ def test_our_own_jobs_have_no_fault():
         ({"EnvironmentVariables": {"N": 1}}, "N is not a string"),
         ({"ProgramArguments": ["python", "-m", "x"]}, "'python' is not absolute"),
         ({"ProcessType": "Fast"}, "there is no ProcessType Fast"),
+        ({"WorkingDirectory": "pool"}, "'pool' is not absolute"),
+        ({"StandardErrorPath": "log"}, "'log' is not absolute"),
+        ({"ProgramArguments": ["/bin/python", 1]}, "1 is not a string"),
+        ({"EnvironmentVariables": {"HOME": "$HOME"}}, "HOME would not be expanded"),
     ],
 )
 def test_find_faults_detects_what_launchd_ignores_silently(change: dict, fault: str):
     assert launchd.find_faults(plistlib.dumps({**launchd.build_job(PLAN), **change})) == [fault]
+
+
+@pytest.mark.parametrize(
+    ("content", "faults"),
+    [
+        (plistlib.dumps({"Label": "a", "ProgramArguments": ["/bin/sh"]}), []),
+        (plistlib.dumps({"ProgramArguments": ["/bin/sh"]}), ["Label is missing"]),
+        (plistlib.dumps({"Label": "a"}), ["ProgramArguments is missing", "'' is not absolute"]),
+        (plistlib.dumps({"Label": "a", "ProgramArguments": []}), ["'' is not absolute"]),
+        (plistlib.dumps(["Label"]), ["not a property list with a dictionary"]),
+    ],
+)
+def test_find_faults_names_missing_keys_and_other_lists(content: bytes, faults: list[str]):
+    assert launchd.find_faults(content) == faults
 
 
 @given(st.binary(max_size=200))
@@ -89,10 +108,20 @@ def test_only_files_of_this_program_are_its_own():
     other = {"Label": "org.macpool", "ProgramArguments": ["/usr/local/bin/other"]}
     assert launchd.parse_own_job(plistlib.dumps(other)) is None
     assert launchd.parse_own_job(plistlib.dumps({**launchd.build_job(PLAN), "Label": "com.other"})) is None
-    found = systemd.parse_own_unit(systemd.render_unit(PLAN))
+    wired = launchd.build_wired_job(4096)
+    assert launchd.parse_own_job(plistlib.dumps(wired)) == wired
+    assert launchd.parse_own_job(plistlib.dumps({**launchd.build_job(PLAN), "ProgramArguments": "-m x"})) is None
+    unit = systemd.render_unit(PLAN)
+    found = systemd.parse_own_unit(unit)
     assert found is not None
-    assert found["User"] == "pool"
-    assert systemd.parse_own_unit("[Service]\nExecStart=/bin/other\n") is None
+    assert (found["User"], found["WorkingDirectory"], found["KillMode"]) == ("pool", "/var/pool", "mixed")
+    assert not any(name.startswith(("#", "Environment")) for name in found)
+    for foreign in (
+        "[Service]\nExecStart=/bin/other\n",
+        unit.removeprefix(systemd.NOTICE),
+        f"{systemd.NOTICE}\n[Service]\nExecStart=/bin/other\n",
+    ):
+        assert systemd.parse_own_unit(foreign) is None
 
 
 def test_systemd_takes_the_unit(tmp_path: Path):
@@ -145,7 +174,21 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     assert service["ExecStart"].endswith(
         '--state "/var/pool/state dir" --allow-missing-folders --lan --models "/srv/100%% mine"'
     )
-    assert "NO_PROXY=*" in unit["Service"]["Environment"]
+    assert unit["Service"]["Environment"] == [
+        "HOME=/var/pool",
+        "LANG=en_US.UTF-8",
+        "NO_COLOR=1",
+        "NO_PROXY=*",
+        "PATH=/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+        "PYTHONUNBUFFERED=1",
+    ]
+    assert (service["Group"], service["WorkingDirectory"], service["RestartSec"]) == ("staff", "/var/pool", "10")
+
+
+def test_special_characters_of_a_home_folder_are_not_expanded_by_systemd():
+    unit = sections(systemd.render_unit(replace(PLAN, home="/var/$a 100%")))
+    assert unit["Service"]["Environment"][0] == '"HOME=/var/$a 100%%"'
+    assert unit["Service"]["WorkingDirectory"] == ["/var/$a 100%%"]
 
 
 def test_a_path_of_python_that_systemd_refuses_is_an_argument():
@@ -160,6 +203,7 @@ def test_a_path_of_python_that_systemd_refuses_is_an_argument():
 def test_quote_word_escapes_by_systemd_rules():
     assert systemd.quote_word('a b$c%d"e\\f') == '"a b$$c%%d\\"e\\\\f"'
     assert systemd.quote_word("A=$x", expanded=False) == "A=$x"
+    assert systemd.quote_word("") == '""'
 
 
 @given(WORDS)
@@ -193,6 +237,7 @@ def test_split_command_splits_a_changed_command_at_whitespace():
             (True, False, None, "78: EX_CONFIG"),
         ),
         (0, "x = {\n\tstate = running\n\t\tpid = 7\n}", (True, False, None, "")),
+        (0, "x = {\n\tstate = SIGTERMed\n\tpid = 42\n}", (True, False, 42, "")),
         (0, "x = {\n\tlast terminating signal = Killed: 9\n\tlast exit code = 1\n}", (True, False, None, "Killed: 9")),
     ],
 )
@@ -211,12 +256,15 @@ def test_parse_state_of_launchctl_output(code: int, listing: str, found: tuple):
             "LoadState=loaded\nActiveState=activating\nMainPID=0\nResult=exit-code\nExecMainStatus=4",
             (True, False, None, "exit-code 4"),
         ),
+        ("LoadState=loaded\nActiveState=active\nMainPID=0\nResult=success", (True, False, None, "")),
+        ("LoadState=loaded\nActiveState=active\nMainPID=1\nno property\n", (True, True, 1, "")),
         ("", (False, False, None, "")),
     ],
 )
 def test_parse_state_of_systemctl_output(listing: str, found: tuple):
     one = systemd.parse_state(listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found
+    assert systemd.parse_state("StatusText=a=b").properties == {"StatusText": "a=b"}
 
 
 @pytest.mark.parametrize("argument", ["--token", "--token=mpj1.x", "--token-file", "--state", "a\nb"])
