@@ -191,6 +191,21 @@ def test_show_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert invoke(monkeypatch, "show", "--changed", "--state", str(tmp_path)).output.count("\n") == 1
 
 
+def test_values_are_shown_as_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shown = dict[str, str]()
+    for pair in ("models.folders=/srv/a b", "cluster.bonjour=false", "http.allowed_hosts=", "video.max_frames=9"):
+        prefix = pair.partition("=")[0]
+        done = invoke(monkeypatch, "show", prefix, "--state", str(tmp_path), "--set", pair)
+        assert done.exit_code == 0, done.output
+        shown[prefix] = done.output.splitlines()[1].removeprefix(prefix).rpartition("--set")[0].strip()
+    assert shown == {
+        "models.folders": '["/srv/a b"]',
+        "cluster.bonjour": "false",
+        "http.allowed_hosts": '""',
+        "video.max_frames": "9",
+    }
+
+
 def test_config_show_running_needs_a_running_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     done = invoke(monkeypatch, "show", "--running", "--state", str(tmp_path))
     assert (done.exit_code, "neither a coordinator nor a node runs" in done.output) == (3, True)

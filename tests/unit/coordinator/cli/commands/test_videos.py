@@ -7,7 +7,7 @@ import click
 import pytest
 
 from coordinator.cli.commands.video.videos import parse_sizes
-from coordinator.client.errors import REFUSED, TIMED_OUT
+from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
 from coordinator.video.state.jobs import JobFault, JobState, to_row
 from tests.support.cluster.answering_server import Server
 from tests.unit.coordinator.video.state.test_job_table import a_job
@@ -130,3 +130,74 @@ def test_a_folder_in_place_of_the_file_of_a_video_is_refused_before_the_request(
 def test_json_of_videos_names_its_schema(server: Server, words: tuple[str, ...]):
     server.answer = COMPLETED | {"data": []}
     assert json.loads(server.run("video", *words, "-o", "json").stdout)["schema"] == 1
+
+
+def test_a_clip_is_awaited_and_written_or_its_failure_is_an_error(server: Server, tmp_path: Path):
+    file = tmp_path / "fox.mp4"
+    words = ("video", "create", "a fox", "--model", "wan", "--output-file", str(file))
+    server.answer = COMPLETED | {"warnings": []}
+    assert server.run(*words).stdout == f"{COMPLETED['id']}\n"
+    assert [path for path, _ in server.asked] == [
+        "/v1/videos",
+        f"/v1/videos/{COMPLETED['id']}",
+        f"/v1/videos/{COMPLETED['id']}/content?variant=video",
+    ]
+    assert json.loads(file.read_bytes()) == server.answer
+    file.unlink()
+    server.answer = FAILED | {"warnings": []}
+    failed = server.run(*words)
+    assert (failed.exit_code, failed.stdout, file.exists()) == (REFUSED, "", False)
+    assert "video_3 failed: no_headroom" in failed.stderr
+
+
+@pytest.mark.parametrize(("words", "name"), [((), "video_2.mp4"), (("--thumbnail",), "video_2.webp")])
+def test_a_clip_without_a_file_name_gets_that_of_its_video(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], name: str
+):
+    monkeypatch.chdir(tmp_path)
+    server.answer = {"clip": "x" * (2**20 - 12)}
+    before = set(tmp_path.iterdir())
+    assert server.run("video", "get", "../video_2", *words).stdout == f"{name}: 1.0 MiB\n"
+    assert set(tmp_path.iterdir()) - before == {tmp_path / name}
+
+
+def test_a_download_that_cannot_replace_its_file_leaves_nothing(server: Server, tmp_path: Path):
+    folder = tmp_path / "taken.mp4"
+    server.on_request = folder.mkdir
+    done = server.run("video", "get", "video_2", "--output-file", str(folder))
+    assert (done.exit_code, "cannot be written" in done.stderr) == (1, True)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_leases_are_listed_with_their_memory(server: Server):
+    lease = {"name": "studio", "size": 36 * GIB, "job": "video_1", "phase": "decoding", "progress": 40}
+    lease |= {"footprint": 20 * GIB, "peak": 30 * GIB, "since": 0, "orphan": False}
+    server.answer = {"schema": 1, "leases": [lease, lease | {"orphan": True}]}
+    lines = [" ".join(line.split()) for line in server.run("video", "leases").stdout.splitlines()[1:]]
+    assert [line.startswith("studio 36.0 GiB video_1 decoding 40 % 20.0 GiB 30.0 GiB ") for line in lines] == [True] * 2
+    assert [line.endswith(" being returned") for line in lines] == [False, True]
+    assert server.asked == [("/api/v1/leases", None)]
+
+
+@pytest.mark.parametrize(
+    ("models", "code", "words"),
+    [([], NOT_FOUND, "no node has a model for videos"), (["wan", "ltx"], 2, "name a model with --model: wan, ltx")],
+)
+def test_a_video_needs_a_model_if_the_pool_has_none_or_several(
+    server: Server, models: list[str], code: int, words: str
+):
+    server.answer = {"models": [{"name": name} for name in models]}
+    done = server.run("video", "create", "a fox")
+    assert (done.exit_code, words in done.stderr) == (code, True)
+    assert [path for path, _ in server.asked] == ["/api/v1/videos/models"]
+
+
+def test_calibrate_shows_the_measured_values_of_each_clip(server: Server):
+    server.answer = COMPLETED | {"models": [{"name": "wan"}], "profiles": [], "wall_seconds": 12.5, "peak": 7 * GIB}
+    done = server.run("video", "calibrate", "--sizes", "384x224", "-o", "json")
+    assert json.loads(done.stdout)["clips"] == [
+        {"size": COMPLETED["size"], "status": "completed", "peak": 7 * GIB, "seconds": 12.5, "error": ""}
+    ]
+    server.answer = FAILED | {"models": [{"name": "wan"}], "profiles": []}
+    (clip,) = json.loads(server.run("video", "calibrate", "--sizes", "384x224", "-o", "json").stdout)["clips"]
+    assert (clip["status"], clip["error"]) == ("failed", "no node has room")
