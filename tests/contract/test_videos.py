@@ -233,7 +233,7 @@ async def test_one_range_is_sent_and_nothing_more(tmp_path: Path):
             headers = {"range": "bytes=0-9", "if-range": condition}
             assert (await http.get(url, headers=headers)).status_code == status
         head = await http.head(url, headers={"range": "bytes=0-9"})
-        assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
+        assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(size))
 
 
 async def test_content_whose_file_was_removed_by_hand_is_not_found(tmp_path: Path):
