@@ -1,4 +1,4 @@
-"""Texts of shortfalls: what happens for an unmet wish, and which nodes, copies or bytes are missing."""
+"""Texts of shortfalls: the consequences of an unmet wish, and which nodes, copies or bytes are missing."""
 
 from typing import Any
 

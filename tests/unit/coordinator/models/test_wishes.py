@@ -1,4 +1,4 @@
-"""Values of wishes: what an unset field means, and when a wish is met."""
+"""Values of wishes: the meaning of unset fields, and the condition for a met wish."""
 
 import pytest
 
