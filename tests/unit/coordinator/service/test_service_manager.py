@@ -27,11 +27,11 @@ def host(folder: Path, script: str = "exit 0", mode: int = 0o700) -> ServiceHost
     ],
 )
 def test_units_are_below_the_root_in_the_folder_of_the_manager(platform: str, unit: str, wired: str):
-    made = ServiceHost(platform, Path("/root"))
+    made = ServiceHost(platform, Path("/other-root"))
     assert (made.unit, made.wired_unit, made.logs) == (
-        Path("/root") / unit,
-        Path("/root") / wired,
-        Path("/root/Library/Logs/macpool"),
+        Path("/other-root") / unit,
+        Path("/other-root") / wired,
+        Path("/other-root/Library/Logs/macpool"),
     )
     assert made.mac is (platform == "darwin")
 

@@ -75,7 +75,7 @@ async def test_a_repeated_request_returns_its_job_and_another_one_is_refused(cli
 
 @pytest.mark.parametrize("key", [b"x" * 201, b"a\xa0b", b"a\tb"])
 async def test_an_idempotency_key_is_short_and_printable(client: httpx.AsyncClient, key: bytes):
-    headers = {"idempotency-key": key}
+    headers = {b"idempotency-key": key}
     assert get_error(await client.post("/v1/videos", json=BODY, headers=headers)) == (400, "invalid_request")
     assert (await client.get("/v1/videos")).json()["data"] == []
 
