@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from coordinator.video.state.clip_plan import ClipLimits
 from coordinator.video.state.job_table import JobRules
-from coordinator.video.state.memory_model import ClipLimits
 from host.settings_loader import Section
 from wire.units import parse_size
 

@@ -6,6 +6,7 @@ A reason for a refusal that is known before the job is queued is returned at onc
 import difflib
 
 from coordinator.video.settings import VideoSettings
+from coordinator.video.state.clip_plan import Clip, ClipRefusal, ClipRequest, plan_clip
 from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import RequestedClip
 from coordinator.video.state.lease_placement import (
@@ -17,7 +18,7 @@ from coordinator.video.state.lease_placement import (
     is_guard_off,
     list_video_models,
 )
-from coordinator.video.state.memory_model import Clip, ClipRefusal, ClipRequest, explain_too_large, plan_clip
+from coordinator.video.state.memory_model import explain_too_large
 from router.admission.key_scope import filter_view
 from router.admission.rate_limits import NO_LIMITS, KeyLimits, refuse_model
 from router.dialects.openai.video_schema import VideoBody

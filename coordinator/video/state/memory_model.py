@@ -1,10 +1,10 @@
-"""Memory model of video jobs: rounds a clip as the engine does, predicts its peak in bytes, checks the limits. Pure.
+"""Memory model of video jobs: predicts the peak of a clip in bytes, and learns from measured peaks. Pure.
 
 The denoiser's weights and the runtime are constant. One part grows with the pixels of a frame: the slices that the
 decoder works on. Measured on a 14-billion-parameter pair of experts at 8 bits in low-memory mode, with one expert
 loaded: `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8 of the decoder times 2 of
 a patch). The margin is 6 GiB. Frames and steps had no effect up to 121 and 50. Other influences are bounded by the
-limits below, and by the worker's watchdog, which ends a job that exceeds its lease.
+limits of a clip (`clip_plan`), and by the worker's watchdog, which ends a job that exceeds its lease.
 
 Of the 17.5 GiB, 14.35 are the loaded expert. A package of another size therefore has `its expert + 3.15 GiB` as its
 base. An engine from 0.18.17 on keeps an expert that is stored at 8 bits in memory at 16 bits, almost twice the size.
@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from coordinator.video.state.clip_plan import Clip
 from wire.units import GIB, show_size
 from wire.video import VideoPackage
 
@@ -39,16 +40,6 @@ WIDENED_FACTOR = 16 / 8.5
 
 The weights grow from 8 bits, plus half a bit for their scales, to 16 bits.
 """
-MIN_FPS, MAX_FPS = 4, 60
-"""Bounds of the frame rate, in frames per second."""
-MIN_SIDE, MAX_SIDE = 32, 4096
-"""Bounds of width and height, in pixels."""
-DEFAULT_SIZE = (480, 272)
-"""Width and height, in pixels, of a clip for which the request names no size."""
-DEFAULT_SECONDS = 3
-"""Playing time, in seconds, of a clip for which the request names no length."""
-MAX_TRAINED_FRAMES = 81
-"""Frames of the model's training clips. The end of a longer clip may run back and forth."""
 
 
 class VideoProfileKey(NamedTuple):
@@ -124,156 +115,6 @@ def predict_profile(package: VideoPackage) -> VideoMemoryProfile:
     return VideoMemoryProfile(
         RUNTIME_BYTES + (math.ceil(stored * WIDENED_FACTOR) if widened else stored), BYTES_PER_SPATIAL_TOKEN
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ClipLimits:
-    """Maximum frames, denoising steps, and pixels of a frame of a clip."""
-
-    frames: int = 121
-    steps: int = 50
-    pixels: int = 1280 * 720
-
-
-@dataclass(frozen=True, slots=True)
-class ClipRequest:
-    """Clip parameters of a request. None means an absent parameter. `size` is width and height in pixels."""
-
-    size: tuple[int, int] | None = None
-    seconds: int | None = None
-    frames: int | None = None
-    fps: int | None = None
-    steps: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """Clip to generate, with warnings for the client. Width and height are in pixels.
-
-    `tokens` is the number of spatial tokens of a frame. `fps` is in frames per second. `steps` are denoising steps.
-    """
-
-    width: int
-    height: int
-    frames: int
-    fps: int
-    steps: int
-    tokens: int
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Playing time in seconds."""
-        return self.frames / self.fps
-
-
-@dataclass(frozen=True, slots=True)
-class ClipRefusal:
-    """Reason why a clip is refused: the parameter to change, and a message with the numbers."""
-
-    param: str
-    message: str
-
-
-def round_side(pixels: int, token: int) -> int:
-    """Return a side in pixels, rounded up to whole tokens of `token` pixels, as the engine does."""
-    return -(-pixels // token) * token
-
-
-def round_frames(frames: int, step: int) -> int:
-    """Return the smallest number of frames, at least `frames`, that the decoder can produce.
-
-    The decoder produces one frame more than a multiple of `step`: with a step of 4, it produces 5, 9, 13 frames.
-    """
-    return max(step, step * math.ceil((frames - 1) / step)) + 1
-
-
-def round_max_frames(max_frames: int, step: int) -> int:
-    """Return the largest number of frames, at most `max_frames`, that the decoder can produce (`round_frames`)."""
-    return (max_frames - 1) // step * step + 1
-
-
-def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
-    """Return the highest frame rate (frames per second) at which a clip of `seconds` has at most `max_frames` frames.
-
-    `step` is that of `round_frames`. Return None if the rate would be below `MIN_FPS`.
-    """
-    fps = round_max_frames(max_frames, step) // seconds
-    return fps if fps >= MIN_FPS else None
-
-
-def plan_clip(
-    request: ClipRequest, limits: ClipLimits, package: VideoPackage, default_steps: int
-) -> Clip | ClipRefusal:
-    """Return the requested clip, rounded as the package's engine does, or the reason why it is refused.
-
-    `default_steps` applies if the request has no denoising steps.
-    """
-    fps = package.fps if request.fps is None else request.fps
-    if not MIN_FPS <= fps <= MAX_FPS:
-        return ClipRefusal("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
-    default_steps = default_steps if request.steps is None else request.steps
-    if not 1 <= default_steps <= limits.steps:
-        return ClipRefusal("steps", f"steps must be 1 to {limits.steps}, not {default_steps}")
-    frame = _plan_frame(*(request.size or DEFAULT_SIZE), limits, package.token_side)
-    if isinstance(frame, ClipRefusal):
-        return frame
-    frames = _plan_frames(request, fps, limits, package.token_frames)
-    if isinstance(frames, ClipRefusal):
-        return frames
-    width, height = frame
-    tokens = (width // package.token_side) * (height // package.token_side)
-    return Clip(width, height, frames, fps, default_steps, tokens, tuple(_list_warnings(request, frame, frames)))
-
-
-def _plan_frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | ClipRefusal:
-    if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
-        return ClipRefusal("size", f"size: each side must have {MIN_SIDE} to {MAX_SIDE} pixels, not {width}x{height}")
-    wide, high = round_side(width, token), round_side(height, token)
-    if wide * high > limits.pixels:
-        return ClipRefusal(
-            "size",
-            f"size: a frame may have {limits.pixels} pixels (1280x720 has 921600), and {wide}x{high} has {wide * high}",
-        )
-    return wide, high
-
-
-def _plan_frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | ClipRefusal:
-    most = round_max_frames(limits.frames, step)
-    if request.frames is not None:
-        if request.seconds is not None:
-            return ClipRefusal("frames", "frames and seconds say the same in two ways: give one of them")
-        frames = round_frames(request.frames, step)
-        if request.frames < 1 or frames > most:
-            return ClipRefusal("frames", f"frames must be 1 to {most}, not {request.frames}")
-        return frames
-    seconds = DEFAULT_SECONDS if request.seconds is None else request.seconds
-    if seconds < 1:
-        return ClipRefusal("seconds", f"seconds must be 1 or more, not {seconds}")
-    frames = round_frames(seconds * fps, step)
-    if frames <= most:
-        return frames
-    fitting = find_fitting_fps(seconds, limits.frames, step)
-    rather = f"fps {fitting} would fit" if fitting else f"{most // MIN_FPS} s are possible at most"
-    return ClipRefusal(
-        "seconds",
-        f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {most}: {rather}",
-    )
-
-
-def _list_warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
-    warnings: list[str] = []
-    if request.size is not None and frame != request.size:
-        warnings.append(
-            f"size {request.size[0]}x{request.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens"
-        )
-    if request.frames is not None and frames != request.frames:
-        warnings.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
-    if frames > MAX_TRAINED_FRAMES:
-        warnings.append(
-            f"{frames} frames are more than the {MAX_TRAINED_FRAMES} that the model was trained on: the end may drift"
-        )
-    return warnings
 
 
 def explain_too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:

@@ -53,7 +53,7 @@ def _parse_number(value: object) -> object:
 
 
 WholeNumber = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=-(10**12), le=10**12)]
-"""Whole number, or its text. `coordinator.video.state.memory_model` has the limits of each field, with the reasons."""
+"""Whole number, or its text. `coordinator.video.state.clip_plan` has the limits of each field, with the reasons."""
 Seed = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_parse_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]

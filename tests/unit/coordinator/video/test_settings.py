@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from coordinator.video.settings import VideoSettings
+from coordinator.video.state.clip_plan import ClipLimits
 from coordinator.video.state.job_table import JobRules
-from coordinator.video.state.memory_model import ClipLimits
 from wire.units import GIB
 
 
