@@ -1,5 +1,6 @@
 """The parts of a node together: its own folder of models, and the states in which the node works."""
 
+import asyncio
 import time
 from pathlib import Path
 
@@ -8,12 +9,14 @@ from msgspec.structs import replace
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, new_request, store_identity
+from node.agent.reporter import Reporter
 from node.assembly import Node, add_own_folder, assemble
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings, resolve_settings
 from tests.support.cluster.enrolment import HARDWARE
-from wire.frames import EngineReport
+from tests.unit.node.video.test_packages import package
+from wire.frames import EngineReport, PauseNode
 from wire.identity import NodeId
 from wire.report import Memory
 from wire.units import GIB
@@ -37,7 +40,18 @@ def limiter(settings: NodeSettings) -> Limiter:
 
 
 @pytest.fixture
-async def node(tmp_path: Path, settings: NodeSettings, identity: NodeIdentity, limiter: Limiter) -> Node:
+def reports(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record the reports that the parts ask for: `now` or `soon`."""
+    found: list[str] = []
+    monkeypatch.setattr(Reporter, "send", lambda _: found.append("now"))
+    monkeypatch.setattr(Reporter, "send_soon", lambda _: found.append("soon"))
+    return found
+
+
+@pytest.fixture
+async def node(
+    tmp_path: Path, settings: NodeSettings, identity: NodeIdentity, limiter: Limiter, reports: list[str]
+) -> Node:
     machine = open_machine(settings)
     return assemble(identity, settings, tmp_path / "state", machine, limiter, HARDWARE, version="1.2")
 
@@ -65,3 +79,31 @@ async def test_a_node_works_while_memory_is_leased(node: Node, limiter: Limiter)
     assert node.is_working()
     limiter.end_lease()
     assert not node.is_working()
+
+
+async def test_changes_of_sharing_and_of_video_are_reported(
+    node: Node, monkeypatch: pytest.MonkeyPatch, reports: list[str]
+) -> None:
+    monkeypatch.setattr(node.video.lease_manager, "pause", lambda why: reports.append(f"pause {why}"))
+    node.sharing.apply_order(PauseNode(None, "ann"))
+    assert not node.sharing.sharing_state.shared
+    why = node.sharing.sharing_state.why
+    assert reports == [f"pause {why}", "soon", "now"]
+    reports.clear()
+    node.sharing.apply_order(PauseNode(0.0, "ann"))
+    assert node.sharing.sharing_state.shared
+    assert reports == ["pause ", "soon", "now"]
+    reports.clear()
+    node.video.ray.set_allowed(on=True)
+    assert reports == ["soon"]
+
+
+async def test_models_that_the_node_made_itself_are_found(node: Node, tmp_path: Path) -> None:
+    package(tmp_path / "state" / "node" / "models" / "wan")
+    node.video.offer.start()
+    try:
+        async with asyncio.timeout(20):
+            await node.video.offer.checked.wait()
+        assert list(node.video.offer.packages) == ["wan"]
+    finally:
+        await node.video.offer.stop()
