@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.fixture

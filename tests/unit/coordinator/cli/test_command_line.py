@@ -21,8 +21,8 @@ import coordinator.cli as command
 import coordinator.cli.group as shape
 from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
-from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import Served, served
+from tests.support.coordinator.answering_server import Server
 from tests.support.processes import CLI, environment
 
 OPEN_TO_ALL = all(

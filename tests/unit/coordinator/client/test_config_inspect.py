@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.config_inspect import inspect_settings, read_running_settings
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 NODE: dict[str, Any] = {"faults": [], "error": "", "settings": []}
 HOOK = "https://hooks.example/services/SECRET"

@@ -34,7 +34,7 @@ from router.settings import RouterSettings
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.enrolment import Wall
 from tests.support.cluster.loopback_cluster import a_memory
-from tests.support.cluster.started_coordinator import started
+from tests.support.coordinator.started_coordinator import started
 from wire.certificate import LEAF_VALIDITY_SECONDS
 from wire.join_token import parse_token
 

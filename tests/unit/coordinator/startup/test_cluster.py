@@ -13,7 +13,7 @@ from coordinator.model_tools.benchmark import BENCHMARK_KEY, BENCHMARK_LIMITS
 from coordinator.state.settings import CoordinatorSettings
 from router.admission.rate_limits import NO_LIMITS
 from tests.support.cluster.cluster_port import hello
-from tests.support.cluster.started_coordinator import EPOCH, VERSION, started
+from tests.support.coordinator.started_coordinator import EPOCH, VERSION, started
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.frames import SHARED_SCOPE, Failed, Finished, Generate, PullModel
 from wire.models.files import ModelFile, ModelManifest

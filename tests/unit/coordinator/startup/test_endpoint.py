@@ -22,7 +22,7 @@ from coordinator.state.store_errors import StoreError
 from coordinator.tls.https_config import read_https_validity
 from coordinator.video.store import VideoStore
 from host.settings_loader import SettingsError
-from tests.support.cluster.started_coordinator import started
+from tests.support.coordinator.started_coordinator import started
 from tests.unit.coordinator.video.state.test_job_table import a_job
 
 

@@ -5,7 +5,7 @@ import json
 from msgspec.structs import asdict
 
 from coordinator.client.errors import NOT_FOUND
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 from wire.report import CacheState, ModelCache
 from wire.units import GIB
 

@@ -16,8 +16,8 @@ from coordinator.cli.commands.logs_and_top import EVENTS_TIMEOUT_SECONDS, LiveVi
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 from coordinator.observe.event_log import KEEPALIVE_SECONDS
-from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import Served, served
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.client.errors import NOT_FOUND
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 from wire.units import GIB
 
 NOW = time.time()

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
 from router.errors import Problem, from_failure, from_refused
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 from tests.support.processes import CLI, environment
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from coordinator.client.errors import REFUSED
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

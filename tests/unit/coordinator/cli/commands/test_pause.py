@@ -9,7 +9,7 @@ import pytest
 from coordinator.cli.commands.pause import describe_sharing
 from coordinator.client.errors import NOT_FOUND
 from host.node_marks import PauseFile
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.fixture

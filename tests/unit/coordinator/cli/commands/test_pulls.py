@@ -8,7 +8,7 @@ import pytest
 from coordinator.cli.commands import pulls
 from coordinator.cli.commands.pulls import PullProgressLines, describe_node, format_seconds
 from coordinator.client.errors import REFUSED
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 from wire.units import GIB, MIB
 
 PLAN = {

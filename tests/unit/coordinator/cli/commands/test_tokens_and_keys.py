@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 
 from coordinator.cli.commands.tokens_and_keys import Duration
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90.0), ("1.5h", 5400.0), ("30d", 2_592_000.0)])

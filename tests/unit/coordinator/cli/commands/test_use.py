@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cluster
 from coordinator.client.errors import REFUSED
 from host.node_marks import has_left, mark_left
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])

@@ -9,7 +9,7 @@ import pytest
 from coordinator.cli.commands.video.videos import parse_sizes
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
 from coordinator.video.state.jobs import JobFault, JobState, to_row
-from tests.support.cluster.answering_server import Server
+from tests.support.coordinator.answering_server import Server
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.units import GIB
 

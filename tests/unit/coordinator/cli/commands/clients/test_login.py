@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cluster
 from coordinator.client.api_client import LOGIN_FILE
 from coordinator.client.errors import DENIED, PIN, REFUSED, UNREACHABLE
-from tests.support.cluster.https_endpoint import HttpsEndpoint, https_endpoint
+from tests.support.coordinator.https_endpoint import HttpsEndpoint, https_endpoint
 
 KEY = "mp_a_b"
 

@@ -13,7 +13,7 @@ from coordinator.cli import cluster
 from coordinator.cli.commands.clients import trust_ca
 from coordinator.cli.commands.clients.trust_ca import find_trusted_endpoint
 from coordinator.client.errors import NOT_FOUND, PIN, REFUSED, UNREACHABLE
-from tests.support.cluster.https_endpoint import HttpsEndpoint, https_endpoint
+from tests.support.coordinator.https_endpoint import HttpsEndpoint, https_endpoint
 
 TOOL = """#!/bin/sh
 echo "$(basename $0) $*" >> {log}

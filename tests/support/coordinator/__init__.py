@@ -1,0 +1,1 @@
+"""Test support for the coordinator: a started one, and servers in its place."""
