@@ -1,12 +1,14 @@
 """Models and commands about them through the API of the coordinator, with nodes on real links."""
 
 import asyncio
+import time
 from collections.abc import MutableMapping
 from typing import Any
 
 import httpx
 import pytest
 
+from router.admission.rate_limits import KeyLimits
 from tests.support.cluster.cluster_port import Line, Port, a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Cancel, ClearCache, Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
@@ -227,6 +229,30 @@ async def test_models_have_their_state_and_version_on_each_node(port: Port, boss
     assert (loaded["used"], loaded["written"], damaged["written"]) == (1.5e9, 1.4e9, 0.0)
     assert (damaged["id"], damaged["model"], damaged["cause"]) == (mini, "failed", "its files are damaged")
     assert damaged["identity"] != loaded["identity"]
+
+
+async def test_models_that_differ_between_nodes_are_in_conflict(port: Port, boss: httpx.AsyncClient):
+    await node(port, "one", known(content="c1", removable=True), known_other())
+    await node(port, "two", known(fingerprint="tiny-2", content="c2", stored=5, quantization="8-bit"))
+    rows = {row["name"]: row for row in (await boss.get("/api/v1/models")).json()["models"]}
+    assert {name: row["conflict"] for name, row in rows.items()} == {"tiny": True, "other": False}
+    fields = ("name", "fingerprint", "content", "removable", "stored", "quantization")
+    assert [tuple(place[field] for field in fields) for place in rows["tiny"]["nodes"]] == [
+        ("one", "tiny-1", "c1", True, 0, ""),
+        ("two", "tiny-2", "c2", False, 5, "8-bit"),
+    ]
+    assert rows["tiny"]["content"] in ("c1", "c2")
+    assert rows["tiny"]["fingerprint"] == {"c1": "tiny-1", "c2": "tiny-2"}[rows["tiny"]["content"]]
+
+
+async def test_models_are_listed_only_for_keys_that_may_use_them(port: Port):
+    await node(port, "one", known(), known_other())
+    limited = port.application.admin.create_key("app", ["infer"], 3600.0, KeyLimits(models=("oth*",)))["key"]
+    async with port.client_of(limited) as client:
+        assert [row["name"] for row in (await client.get("/api/v1/models")).json()["models"]] == ["other"]
+        own = (await client.get("/api/v1/key")).json()
+    assert (own["name"], own["scopes"], own["limits"]) == ("app", ["infer"], {"models": ["oth*"]})
+    assert 3500 < own["expires"] - time.time() < 3700
 
 
 def known_other() -> Model:
