@@ -129,6 +129,14 @@ def test_a_text_that_is_no_url_of_a_coordinator_is_refused(text: str):
         parse_base_url(text)
 
 
+@pytest.mark.parametrize("text", ["macpool://studio.local:8081", "cluster://10.0.0.1:8081"])
+def test_the_address_for_nodes_is_refused_with_the_next_step(text: str):
+    with pytest.raises(
+        click.UsageError, match=f"{text} is the address for nodes; the URL of the API is the `endpoint`"
+    ):
+        parse_base_url(text)
+
+
 def test_a_damaged_authority_is_a_clear_error():
     with pytest.raises(CommandError, match="the stored authority of the coordinator is damaged"):
         send_request(CoordinatorAddress("https://127.0.0.1:1", "k", "no certificate"), "GET", "/")
