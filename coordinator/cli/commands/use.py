@@ -28,7 +28,7 @@ TOY_NOTE = (
     f"({EMBEDDED_MODEL} is a demo with a few fixed answers. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
-"""Note that `cluster chat` prints after an answer of the demo model."""
+"""Text that `cluster chat` prints after an answer of the demo model."""
 
 
 @click.command()
