@@ -73,6 +73,7 @@ class RelayListener:
             self._send_join(transport)
             await waiting.joined
         except BaseException:
+            waiting.joined.cancel()  # asyncio logs an exception that nobody reads
             transport.abort()
             raise
 

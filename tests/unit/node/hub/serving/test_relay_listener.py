@@ -1,6 +1,7 @@
 """Connections of a mirror that wait at the coordinator: retries after lost connections and after refusals."""
 
 import asyncio
+import gc
 import ssl
 import time
 from contextlib import suppress
@@ -75,12 +76,16 @@ async def test_the_token_is_sent_to_the_coordinator_only(tmp_path: Path, monkeyp
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     cluster = replace(get_files(make_identity(tmp_path, authority, "n1")), node="n1", machine="m1", coordinator=address)
+    logged: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, event: logged.append(event))
     listener = asyncio.create_task(RelayListener(cluster, "token", asyncio.Protocol).run())
     try:
         assert [await asyncio.wait_for(received.get(), 10) for _ in range(3)] == [b""] * 3
     finally:
         listener.cancel()
         server.close()
+    gc.collect()
+    assert logged == [], "asyncio logs a failed future that was never read"
 
 
 async def test_a_joined_connection_or_a_refusal_for_now_ends_the_long_waits_of_an_outage(
