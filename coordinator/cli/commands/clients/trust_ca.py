@@ -2,6 +2,7 @@
 
 import hashlib
 import http.client
+import os
 import ssl
 import subprocess
 import sys
@@ -23,6 +24,8 @@ SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 """Folder of added authorities on Linux."""
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities. The first that exists is part of the bundle of `write_bundle`."""
+SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
+"""Folders of administration programs, which the PATH of users, and of root after `su`, lacks on Debian."""
 MAX_CERTIFICATE_BYTES = 16_384
 """Maximum bytes of an authority's certificate that `fetch_authority` reads from an untrusted endpoint."""
 
@@ -236,8 +239,10 @@ def build_commands(platform: str, file: Path, fingerprint: str, *, remove: bool)
 
 
 def _run_command(command: list[str]) -> None:
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), *SYSTEM_FOLDERS])
+    environment = {**os.environ, "PATH": path}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError:
         raise CommandError(
             1,

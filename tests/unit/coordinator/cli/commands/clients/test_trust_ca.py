@@ -68,6 +68,20 @@ def test_trust_is_added_and_removed_with_all_of_its_files(tmp_path: Path, tools:
     assert tools.read_text().splitlines() == [f"rm -f {place}", "update-ca-certificates "]
 
 
+def test_programs_of_administrators_are_found_although_the_path_lacks_their_folder(
+    tmp_path: Path, tools: Path, endpoint: HttpsEndpoint, monkeypatch: pytest.MonkeyPatch
+):
+    program, folder = tmp_path / "tools" / "update-ca-certificates", tmp_path / "sbin"
+    folder.mkdir()
+    program.rename(folder / program.name)
+    monkeypatch.setattr(trust_ca, "SYSTEM_FOLDERS", (str(folder),))
+    monkeypatch.setenv("PATH", str(tmp_path / "tools"))
+    (tmp_path / "tools" / "basename").symlink_to("/usr/bin/basename")
+    added = run(tmp_path, endpoint.url, "--fingerprint", endpoint.fingerprint)
+    assert added.exit_code == 0, added.output
+    assert tools.read_text().splitlines()[1] == "update-ca-certificates "
+
+
 def test_print_shows_the_certificate_and_trusts_nothing(tmp_path: Path, tools: Path, endpoint: HttpsEndpoint):
     printed = run(tmp_path, endpoint.url, "--print")
     assert (printed.exit_code, printed.stdout) == (0, endpoint.pem)
