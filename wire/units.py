@@ -51,6 +51,6 @@ def show_size(size: int | None) -> str:
     return f"{size / MIB:.1f} MiB" if abs(size) >= MIB or size == 0 else f"{size / KIB:.1f} KiB"
 
 
-def show_count(count: int, noun: str) -> str:
-    """Return a count with its noun, such as `1 node` or `2 nodes`. The plural of `noun` adds an s."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def show_count(count: int, noun: str, plural: str = "") -> str:
+    """Return a count with its noun, such as `1 node` or `2 nodes`. An empty `plural` means that of `noun` adds an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 OFF, NO_MARGIN, UNARMED = "OFF", "no margin", "not armed"
 """Guard states, in order: guard switched off, margin of 0 bytes, gate not armed."""
@@ -82,7 +82,8 @@ def render_breakdown(node: dict[str, Any]) -> list[str]:
         f"last reserve {size['reserve']}; wired {show_size(node['engine']['wired'])}",
         f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "
         f"worker {show_size(system['worker'])}; {system['source'] or 'no source'}, {system['age']:.1f} s old",
-        f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "
-        f"{counts['evictions']} evictions, {enforcement['over_caps']} times over the cap, "
-        f"{enforcement['kills']} engine kills, {node['engine']['restarts']} restarts",
+        f"counts    {show_count(counts['checks'], 'check')}, {show_count(counts['refusals'], 'refusal')}, "
+        f"{show_count(counts['sheds'], 'shed')}, {show_count(counts['evictions'], 'evicted model')}, "
+        f"{show_count(enforcement['over_caps'], 'time')} over the cap, "
+        f"{show_count(enforcement['kills'], 'engine kill')}, {show_count(node['engine']['restarts'], 'restart')}",
     ]

@@ -50,7 +50,7 @@ def check_settings(here: HostProbe) -> Finding:
         return warn(error.message, "run `cluster config check`")
     now = read_running_settings(here.session, inspection)
     changed = sum(row["origin"] != "default" for row in now.rows or report.rows)
-    text = f"{changed} settings are not the default" if changed else "every setting has its default"
+    text = f"settings that are not the default: {changed}" if changed else "every setting has its default"
     if now.overrides:
         flags = ", ".join(sorted(str(row["key"]) for row in now.overrides))
         text += f"; the running processes have {flags} from flags or their environment"

@@ -87,7 +87,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     _raise_faults(report.faults)
     if output == "text":
         changed = sum(row["origin"] != "default" for row in report.rows)
-        click.echo(f"{place}: valid, {changed} settings are not the default")
+        click.echo(f"{place}: valid; settings that are not the default: {changed}")
 
 
 def _raise_faults(wrong: Sequence[Any]) -> None:

@@ -1,21 +1,22 @@
 """`cluster status`, `nodes`, `node` and `approve`: state of the pool, and administration of nodes."""
 
 import re
-from typing import Any, cast
+from typing import Any
 from urllib.parse import quote
 
 import click
 
 from coordinator.cli.commands.pause import describe_sharing
-from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
+from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.memory_breakdown import ALARMING, describe_breaker, format_age, get_guard_state, render_breakdown
+from coordinator.cli.node_description import MODEL_COLUMNS, build_model_rows, describe_member, describe_work
 from coordinator.cli.node_table import NARROW, WIDE, build_narrow_row, build_wide_row
 from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import REFUSED, CommandError
 from wire.node_state import NodeState
-from wire.units import show_count, show_size
+from wire.units import show_count
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
 """Pattern of a valid label of a node: 1 to 63 letters, digits or characters of `._=-`, the first a letter or digit."""
@@ -117,62 +118,21 @@ def show_node(session: ApiSession, node: str) -> None:
 
 
 def print_node(node: dict[str, Any]) -> None:
-    """Print a node: its memory, its faults, and then all fields as an indented list.
+    """Print a node: its membership, memory and faults, the work of its engine, and its models.
 
     `node` is the field `node` of a response of `/api/v1/nodes/NODE`.
     """
-    for line in render_breakdown(node):
+    for line in (*describe_member(node), "", *render_breakdown(node)):
         click.echo(line)
     if broken := describe_breaker(node):
         click.secho(f"breaker   {broken}", fg="red")
     for danger in node["enforcement"]["warnings"]:
         click.secho(f"warning   {danger}", fg="red")
-    click.echo()
-    _print_tree(node)
-
-
-def _print_tree(value: dict[str, Any], indent: str = "") -> None:
-    for name, child in value.items():
-        item: Any = child
-        items = cast("list[Any]", item) if isinstance(item, list) else [item]
-        trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
-        if not trees:
-            click.echo(f"{indent}{name:<16} {_format_value(name, child)}")
-        for tree in trees:
-            click.echo(f"{indent}{name}")
-            _print_tree(tree, indent + "  ")
-
-
-def _format_value(name: str, item: object) -> str:
-    sizes = {
-        "cap",
-        "ceiling",
-        "margin",
-        "phys",
-        "active",
-        "recent",
-        "current",
-        "reserved",
-        "headroom",
-        "leases",
-        "weights",
-        "total",
-        "memory",
-        "unacknowledged",
-        "base",
-        "cache",
-        "peak",
-        "available",
-        "worker",
-        "highest",
-        "interval",
-        "reserve",
-    }
-    if name == "joined" and isinstance(item, float):
-        return format_minute(item)
-    if name in sizes and (item is None or isinstance(item, int)):
-        return show_size(item)
-    return str(item)
+    for line in describe_work(node["engine"]):
+        click.echo(line)
+    if node["models"]:
+        click.echo()
+        print_table(MODEL_COLUMNS, build_model_rows(node), numbers=MODEL_COLUMNS[2:])
 
 
 @node.command()

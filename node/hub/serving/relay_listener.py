@@ -73,7 +73,7 @@ class RelayListener:
             self._send_join(transport)
             await waiting.joined
         except BaseException:
-            waiting.joined.cancel()  # asyncio logs an exception that nobody reads
+            waiting.joined.cancel()  # asyncio logs an exception that is never retrieved
             transport.abort()
             raise
 

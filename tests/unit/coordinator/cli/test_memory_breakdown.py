@@ -72,7 +72,7 @@ def test_memory_breakdown_lists_terms_limit_and_remedy():
         "guard     armed; level over soft; engine seen by the agent 59.0 GiB, highest 70.0 GiB",
         "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB; wired 54.0 GiB",
         "system    available 31.0 GiB, pressure warn, video worker 5.0 GiB; vm_statistics64, 0.5 s old",
-        "counts    10 checks, 4 refusals, 2 sheds, 1 evictions, 2 times over the cap, 1 engine kills, 3 restarts",
+        "counts    10 checks, 4 refusals, 2 sheds, 1 evicted model, 2 times over the cap, 1 engine kill, 3 restarts",
     ]
 
 

@@ -347,7 +347,7 @@ def test_check_settings_warns_of_changes_since_the_start(tmp_path: Path):
     assert given.result == "ok"
     assert (
         given.text
-        == "1 settings are not the default; the running processes have memory.cap from flags or their environment"
+        == "settings that are not the default: 1; the running processes have memory.cap from flags or their environment"
     )
     drift = [{"key": "sharing.when", "running": "always", "now": "idle"}]
     found = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": drift}))

@@ -350,7 +350,7 @@ def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
 
 def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_path: Path):
     (tmp_path / "config.toml").write_text("[router]\nqueue_timeout_seconds = 7\n")
-    assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "1 settings are not the default")
+    assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "settings that are not the default: 1")
     (tmp_path / "config.toml").write_text("[router]\n" + "".join(f"wrong{number} = 1\n" for number in range(4)))
     found = checks.check_settings(pretended(tmp_path))
     assert (found.result, found.numbers, found.text.count("router.wrong")) == ("fail", {"wrong": 4}, 3)

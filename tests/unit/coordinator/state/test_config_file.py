@@ -126,7 +126,7 @@ def test_check_names_line_key_near_and_meaning(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
-        ('[cluster]\nname = "lab"\n', 0, "valid, 1 settings are not the default"),
+        ('[cluster]\nname = "lab"\n', 0, "valid; settings that are not the default: 1"),
         ("[cluster\n", 2, ":1: not valid TOML"),
         ('[memory]\ncap = "9GiB"\ntier = "safe"\n', 2, "contradicts memory.cap"),
         (None, 5, "there is no file"),
