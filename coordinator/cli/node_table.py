@@ -25,7 +25,7 @@ WIDE = (
     "IN FLIGHT",
     "MODELS",
     "VIDEO",
-    "HEARD",
+    "LAST REPORT",
     "VERSION",
 )
 """Columns of the table of nodes with `-o wide`."""

@@ -7,12 +7,18 @@ import click
 from coordinator.client.api_client import print_table
 from wire.units import show_count, show_size
 
+NARROW = ("ID", "MODEL", "NODE", "OUTCOME", "SECONDS", "PROMPT", "ANSWER")
+"""Columns of the table of requests, for terminals of 80 characters. PROMPT and ANSWER are in tokens."""
+WIDE = (*NARROW, "CACHED", "KEY", "STEPS")
+"""Columns of the table of requests with `-o wide`. CACHED is the cached tokens of the prompt."""
+
 
 def print_placement(answer: dict[str, Any]) -> None:
     """Print the candidates of a placement with their memory, and the chosen node if there is one.
 
     `answer` is a response of `/api/v1/place`. The passed-over models of an alias come first. A candidate that was
-    refused before its memory was read has the ceiling 0, and is listed without sizes.
+    refused before its memory was read has the ceiling 0, and is listed without sizes. The reasons of refusals are
+    below the table.
     """
     for row in answer.get("passed_over", ()):
         click.echo(f"passed over {row['model']}: {row['reason']}")
@@ -23,36 +29,45 @@ def print_placement(answer: dict[str, Any]) -> None:
             (
                 c["name"],
                 *[show_size(c.get(size)) if c["ceiling"] else "-" for size in sizes],
-                c["why_not"] or ("chosen" if c["chosen"] else "fits"),
+                "refused" if c["why_not"] else "chosen" if c["chosen"] else "fits",
             )
             for c in answer["candidates"]
         ],
+        numbers=[size.upper() for size in sizes],
     )
+    for candidate in answer["candidates"]:
+        if candidate["why_not"]:
+            click.echo(f"{candidate['name']}: {candidate['why_not']}")
     if answer["node"] is not None:
         model = f" with {answer['model']}" if answer.get("alias") else ""
         click.echo(f"would go to {answer['name']}{model}")
 
 
-def print_requests(answer: dict[str, Any]) -> None:
-    """Print the ended requests of a response of `/api/v1/requests` as a table, one request per row."""
-    print_table(
-        ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
-        [
-            (
-                request["request_id"],
-                request["model"] or "-",
-                request["key"],
-                f"{request['seconds']:.2f}",
-                request["outcome"],
-                str(request["prompt_tokens"] or "-"),
-                str(request["cached_tokens"]),
-                str(request["completion_tokens"]),
-                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in request["steps"])
-                or request["message"],
-            )
-            for request in answer["requests"]
-        ],
-        alarming=(),
+def print_requests(answer: dict[str, Any], *, wide: bool = False) -> None:
+    """Print the ended requests of a response of `/api/v1/requests` as a table, one request per row.
+
+    With `wide`, each row is one line with the columns `WIDE`, otherwise the columns are `NARROW`.
+    """
+    columns = WIDE if wide else NARROW
+    rows = [_build_request_row(request)[: len(columns)] for request in answer["requests"]]
+    numbers = ("SECONDS", "PROMPT", "ANSWER", "CACHED")
+    print_table(columns, rows, numbers=numbers, fold=("MODEL", "NODE", "OUTCOME"), full_width=wide)
+
+
+def _build_request_row(request: dict[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a request for the columns `WIDE`. NODE is the last node, STEPS may be the error message."""
+    steps = request["steps"]
+    return (
+        request["request_id"],
+        request["model"] or "-",
+        next((step["node"] for step in reversed(steps) if step["node"]), "-"),
+        request["outcome"],
+        f"{request['seconds']:.2f}",
+        str(request["prompt_tokens"] or "-"),
+        str(request["completion_tokens"]),
+        str(request["cached_tokens"]),
+        request["key"],
+        ", ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in steps) or request["message"],
     )
 
 

@@ -63,7 +63,7 @@ async def test_explain_names_the_alias_and_why_each_candidate_was_passed_over(
     told = capsys.readouterr().out
     assert "  alias coder\n    nowhere passed over: no node serves nowhere\n    big-30b passed over: needs 6" in told
     assert "decided about big-30b " in told
-    print_requests(listed)
+    print_requests(listed, wide=True)
     assert "passed over" in capsys.readouterr().out
 
 

@@ -231,7 +231,7 @@ def render_node_table(nodes: list[dict[str, Any]], screen_columns: int) -> "Rend
             overflow="fold",
             justify="right" if column in ("HEADROOM", "RUN", "QUEUE") else "left",
         )
-    for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
+    for column in ("GATE", "IN FLIGHT", "MODELS", "LAST REPORT") if wide else ():
         grid.add_column(column, no_wrap=True)
     letters = max(NARROW_BAR_COLUMNS, min(BAR_COLUMNS, screen_columns - 80 + NARROW_BAR_COLUMNS))
     for node in nodes:

@@ -358,7 +358,7 @@ def audit(session: ApiSession, last: int) -> None:
     session.print_answer(
         call_route(session, "GET", f"/api/v1/audit?last={last}"),
         lambda answer: print_table(
-            ("WHEN", "WHO", "FROM", "WHAT", "TO"),
+            ("TIME", "ACTOR", "ADDRESS", "ACTION", "SUBJECT"),
             [
                 (
                     format_second(act["at"]),
@@ -369,7 +369,7 @@ def audit(session: ApiSession, last: int) -> None:
                 )
                 for act in answer["acts"]
             ],
-            fold=("WHO", "TO"),
+            fold=("ACTOR", "SUBJECT"),
         ),
     )
 

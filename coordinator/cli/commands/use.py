@@ -14,7 +14,13 @@ import click
 
 from coordinator.cli.request_table import print_placement, print_request, print_requests
 from coordinator.cli.spinner import show_spinner
-from coordinator.client.api_client import ApiSession, print_table, raise_for_status, session_options
+from coordinator.client.api_client import (
+    ApiSession,
+    print_table,
+    raise_for_status,
+    session_options,
+    wide_session_options,
+)
 from coordinator.client.connection import parse_base_url, split_lines
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 
@@ -70,11 +76,12 @@ def open_page(session: ApiSession, only_print: bool) -> None:
     "--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of requests, without an ID."
 )
 @click.option("--export", type=click.File("wb"), help="Write all recorded decisions into a file, for `cluster replay`.")
-@session_options
+@wide_session_options
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
     """Show placement, steps and end of a request. Without ID, list the newest requests.
 
-    The newest 1000 requests and decisions are stored until the coordinator stops. ID and --export exclude each other.
+    `-o wide` adds keys and steps to the list. The newest 1000 requests and decisions are stored until the coordinator
+    stops. ID and --export exclude each other.
     """
     if export is not None and request_id is not None:
         raise click.UsageError("--export writes the decisions of all requests: leave out either ID or --export")
@@ -83,7 +90,8 @@ def explain(session: ApiSession, request_id: str | None, last: int, export: Bina
             export.write(piece)
         return
     if request_id is None:
-        session.print_answer(session.request_json("GET", f"/api/v1/requests?last={last}"), print_requests)
+        newest = session.request_json("GET", f"/api/v1/requests?last={last}")
+        session.print_answer(newest, lambda answer: print_requests(answer, wide=session.wide))
         return
     session.print_answer(session.request_json("GET", f"/api/v1/requests/{quote(request_id, safe='')}"), print_request)
 
@@ -121,7 +129,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
         f"{comparison.waits[1]:.3f} s with {policy}"
     )
     if comparison.instead:
-        print_table(("REQUEST", "TAKEN", "INSTEAD"), comparison.instead[:50])
+        print_table(("REQUEST", "RECORDED", "REPLAYED"), comparison.instead[:50])
 
 
 @click.command()

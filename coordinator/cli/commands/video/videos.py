@@ -52,7 +52,7 @@ def _print_list(answer: dict[str, Any]) -> None:
         )
         for row in answer["data"]
     ]
-    print_table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
+    print_table(("ID", "STATE", "PROGRESS", "MODEL", "SIZE", "LENGTH", "CREATED", "PHASE"), rows, alarming=("failed",))
 
 
 @video.command()

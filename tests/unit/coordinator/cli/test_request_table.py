@@ -45,25 +45,34 @@ def test_a_placement_names_the_verdict_of_each_node(capsys: pytest.CaptureFixtur
     print_placement(answer | {"passed_over": passed_over, "alias": "coder"})
     lines = read_lines(capsys)
     assert lines[0] == "passed over big: no node serves big"
-    assert [line.split()[-1] for line in lines[2:5]] == ["chosen", "fits", "cordoned"]
+    assert [line.split()[-1] for line in lines[2:5]] == ["chosen", "fits", "refused"]
+    assert lines[5] == "desk: it is cordoned"
     assert lines[2].startswith("studio 2.0 GiB 8.0 GiB ")
     assert lines[-1] == "would go to studio with tiny"
     print_placement(answer)
     assert read_lines(capsys)[-1] == "would go to studio"
     print_placement(answer | {"node": None})
-    assert read_lines(capsys)[-1].startswith("desk ")
+    assert read_lines(capsys)[-1].startswith("desk: ")
     unread = {"need": 0, "headroom": None, "ceiling": 0, "current": None, "reserved": 0, "margin": 0}
     refused = {"name": "old", "why_not": "does not serve big", "chosen": False, **unread}
     print_placement(answer | {"candidates": [refused], "node": None})
-    assert read_lines(capsys)[-1] == "old - - - - - - does not serve big"
+    assert read_lines(capsys)[-2:] == ["old - - - - - - refused", "old: does not serve big"]
 
 
-def test_requests_are_rows_with_their_way(capsys: pytest.CaptureFixture[str]):
+def test_requests_are_rows_with_their_node_and_with_all_steps_if_wide(capsys: pytest.CaptureFixture[str]):
     invalid = REQUEST | {"model": "", "prompt_tokens": None, "steps": [], "message": "top_k is wrong", "seconds": 0.0}
     print_requests({"requests": [REQUEST, invalid]})
-    _, *rows = read_lines(capsys)
-    assert rows[0] == "r1 tiny laptop 3.50 ok 25 10 3 queued refused studio sent mini"
-    assert rows[1] == "r1 - laptop 0.00 ok - 10 3 top_k is wrong"
+    assert read_lines(capsys) == [
+        "ID MODEL NODE OUTCOME SECONDS PROMPT ANSWER",
+        "r1 tiny mini ok 3.50 25 3",
+        "r1 - - ok 0.00 - 3",
+    ]
+    print_requests({"requests": [REQUEST, invalid]}, wide=True)
+    assert read_lines(capsys) == [
+        "ID MODEL NODE OUTCOME SECONDS PROMPT ANSWER CACHED KEY STEPS",
+        "r1 tiny mini ok 3.50 25 3 10 laptop queued, refused studio, sent mini",
+        "r1 - - ok 0.00 - 3 10 laptop top_k is wrong",
+    ]
 
 
 def test_a_request_has_its_steps_and_decisions(capsys: pytest.CaptureFixture[str]):

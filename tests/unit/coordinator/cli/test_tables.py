@@ -1,6 +1,7 @@
 """Tables on a terminal of 80, 120 and 200 columns, with 2, 12 and 40 models: complete names and states, no
 truncation."""
 
+import itertools
 import os
 import re
 import sys
@@ -13,6 +14,7 @@ from rich.console import Console
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW, format_memory
+from coordinator.cli.request_table import print_requests
 from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.rows import MemberRow
@@ -171,3 +173,27 @@ def test_the_live_view_fits(width: int, models: int):
 )
 def test_memory_is_shown_in_the_unit_of_the_ceiling(current: int, ceiling: int, text: str):
     assert format_memory({"state": "ready", "current": current, "ceiling": ceiling}) == text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_ids_of_requests_are_whole_beside_long_names(screen: Any, width: int):
+    request = {
+        "request_id": "93500412a2ad000000000003",
+        "model": "mlx-community/Qwen3-Coder-30B-A3B-Instruct-4bit",
+        "key": "z7cz4puo",
+        "seconds": 123.456,
+        "outcome": "context_length_exceeded",
+        "message": "",
+        "prompt_tokens": 200014,
+        "cached_tokens": 0,
+        "completion_tokens": 4096,
+        "steps": [{"at": 0.0, "what": "sent", "node": "studio-in-the-basement"}],
+    }
+    lines = screen(width, lambda: print_requests({"requests": [request]}))
+    assert max(map(len, lines)) <= width
+    assert lines[1].startswith(f"{request['request_id']}  ")
+    place = lines[0].index("MODEL"), lines[0].index("NODE"), lines[0].index("OUTCOME")
+    texts = ["".join(line[start:end].strip() for line in lines[1:]) for start, end in itertools.pairwise(place)]
+    assert texts == [request["model"], "studio-in-the-basement"]
+    assert "123.46" in lines[1]
+    assert lines[1].endswith("200014    4096")
