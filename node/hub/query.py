@@ -19,6 +19,7 @@ import httpx2
 import msgspec
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.connection_errors import describe_connection_error
 from node.hub.download.retry_rules import compute_backoff, compute_retry_after
 from node.hub.download.source_client import SourceClient
 from node.hub.download.source_errors import SourceError, SourceLimited, SourceRefusal
@@ -189,7 +190,7 @@ class RepositoryQuery:
                     raise ModelFileError(ModelOrderCode.RATE_LIMITED, text, error.seconds) from None
                 self._clock.wait(error.seconds)
             except (SourceError, httpx2.HTTPError) as error:
-                reason = str(error) if isinstance(error, SourceError) else type(error).__name__
+                reason = str(error) if isinstance(error, SourceError) else describe_connection_error(error)
                 wait = compute_backoff(attempt, 1.0)
                 if time.monotonic() + wait > self._deadline or attempt == MAX_ATTEMPTS - 1:
                     raise ModelFileError(

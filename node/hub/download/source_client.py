@@ -21,13 +21,14 @@ from urllib.parse import quote
 import httpx2
 
 from node.hub.child_messages import ClusterFiles
+from node.hub.download.connection_errors import describe_connection_error, find_cause
 from node.hub.download.relay_transport import RelayTransport
 from node.hub.download.retry_rules import compute_retry_after, find_range_fault
 from node.hub.download.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
 from node.hub.errors import describe_refusal
 from node.hub.relay_join import RelayRefusedError
 from node.hub.serving.node_tls import NodeClientContext
-from node.hub.serving.server import PENDING
+from node.hub.serving.server import PENDING, RETRY_SECONDS
 from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 
@@ -89,7 +90,7 @@ class SourceClient:
             response = self._send(path, subject, {"range": f"bytes={start}-{end - 1}"})
             try:
                 skipped = self._check_answer(response, subject, start, end, file.size)
-                yield self._read_blocks(response, skipped, end - start)
+                yield self._read_blocks(response, subject, skipped, end - start)
             finally:
                 response.close()
 
@@ -165,13 +166,14 @@ class SourceClient:
             return SourceRefusal(refusal.code, refusal.message)
         return SourceFault(f"{self.url} answered {status} for {subject}")
 
-    def _read_blocks(self, response: httpx2.Response, skipped: int, wanted: int) -> Iterator[bytes]:
+    def _read_blocks(self, response: httpx2.Response, subject: str, skipped: int, wanted: int) -> Iterator[bytes]:
         """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes.
 
-        A body that is read to its end leaves its connection open for the next range.
+        A body that is read to its end leaves its connection open for the next range. A node ends a body after a part
+        of it if the node itself waits for the rest.
         """
         with self._convert_errors():
-            blocks, size = response.iter_raw(), skipped + wanted
+            blocks, size = self._iterate_body(response, subject), skipped + wanted
             for block in blocks:
                 if skipped >= len(block):
                     skipped -= len(block)
@@ -184,9 +186,21 @@ class SourceClient:
                         next(blocks, None)
                     return
 
+    def _iterate_body(self, response: httpx2.Response, subject: str) -> Iterator[bytes]:
+        """Yield the body. Raise `SourcePending` if it ends early, after a part of it, and the source is a node."""
+        started = False
+        try:
+            for block in response.iter_raw():
+                started = True
+                yield block
+        except (httpx2.RemoteProtocolError, httpx2.ReadError):
+            if not started or not self._is_node:
+                raise
+            raise SourcePending(f"{self.url} still downloads {subject}", RETRY_SECONDS) from None
+
     @contextmanager
     def _convert_errors(self) -> Generator[None]:
-        """Raise errors of the HTTP library as `SourceError`, with their kind only, because texts can quote headers."""
+        """Raise errors of the HTTP library as `SourceError`, without their texts (`describe_connection_error`)."""
         try:
             yield
         except httpx2.InvalidURL:
@@ -196,12 +210,12 @@ class SourceClient:
             if refused:
                 text = f"{self.url} does not prove its identity: {refused}"
                 raise SourceRefusal(ModelOrderCode.SOURCE_LOST, text) from None
-            if self._is_mirror and _find_cause(error, ConnectionRefusedError) is not None:
+            if self._is_mirror and find_cause(error, ConnectionRefusedError) is not None:
                 raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"the mirror at {self.url} has ended") from None
-            denied = _find_cause(error, RelayRefusedError)
-            if isinstance(denied, RelayRefusedError) and denied.is_final:
+            denied = find_cause(error, RelayRefusedError)
+            if denied is not None and denied.is_final:
                 raise SourceRefusal(ModelOrderCode.SOURCE_LOST, f"{self.url}: {denied}") from None
-            why = type(error).__name__ if denied is None else str(denied)
+            why = describe_connection_error(error) if denied is None else str(denied)
             raise SourceFault(f"the connection to {self.url} failed: {why}") from None
 
 
@@ -227,12 +241,5 @@ def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 def _find_certificate_error(error: BaseException | None) -> str:
     """Return the text of the certificate error behind an error; empty if there is none."""
-    cause = _find_cause(error, ssl.SSLCertVerificationError)
+    cause = find_cause(error, ssl.SSLCertVerificationError)
     return "" if cause is None else str(cause)[:200]
-
-
-def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
-    """Return the first error of a kind behind an error; None if there is none."""
-    if error is None or isinstance(error, kind):
-        return error
-    return _find_cause(error.__cause__ or error.__context__, kind)

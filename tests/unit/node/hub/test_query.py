@@ -138,6 +138,12 @@ def test_a_hub_that_stays_away_is_named_after_the_last_try(hub: Hub):
     assert len(hub.requests) == 5
 
 
+def test_a_machine_without_a_network_is_named_in_plain_words(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("no_proxy", "*")
+    refusal = refuse(hub, endpoint="http://no-such-host.invalid", timeout_seconds=3.0)
+    assert refusal.message == f"the hub cannot be reached for {REPO}: the host name cannot be resolved"
+
+
 def test_no_wait_extends_beyond_the_time_of_the_query(hub: Hub):
     hub.faults.answers = [Answer("/api/", 500, times=99)]
     began = time.monotonic()

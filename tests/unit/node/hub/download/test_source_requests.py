@@ -15,7 +15,8 @@ from msgspec import structs
 from coordinator.tls.cluster_ca import ClusterCa
 from node.hub.child_messages import ClusterFiles
 from node.hub.download.source_client import USER_AGENT, SourceClient
-from node.hub.download.source_errors import SourceError, SourceFault, SourceRefusal
+from node.hub.download.source_errors import SourceError, SourceFault, SourcePending, SourceRefusal
+from node.hub.serving.server import RETRY_SECONDS
 from tests.support.cluster.model_node import get_files, make_identity
 from tests.support.hub.downloads import hub_source
 from tests.support.hub.hub import Answer, Hub, running_hub
@@ -153,7 +154,7 @@ def test_a_hub_that_cannot_be_reached_is_a_fault_and_a_mirror_has_ended(hub: Hub
     manifest, cluster = hub.add("tests/tiny", FILES), identify(tmp_path, authority, "follower")
     error = refuse(hub_source("http://127.0.0.1:9"), manifest)
     assert isinstance(error, SourceFault)
-    assert str(error) == "the connection to http://127.0.0.1:9 failed: ConnectError"
+    assert str(error) == "the connection to http://127.0.0.1:9 failed: Connection refused"
     error = refuse(ModelSource(SourceKind.MIRROR, "https://127.0.0.1:9", "token", "holder"), manifest, cluster)
     assert isinstance(error, SourceRefusal)
     assert (error.code, str(error)) == (ModelOrderCode.SOURCE_LOST, "the mirror at https://127.0.0.1:9 has ended")
@@ -171,6 +172,22 @@ def test_a_mirror_with_the_certificate_of_another_node_is_lost(hub: Hub, tmp_pat
     error = refuse(ModelSource(SourceKind.MIRROR, f"https://{peer.address}", "token", "holder"), manifest, follower)
     assert isinstance(error, SourceFault), "a mirror that closes its connection may answer the next one"
     peer.listener.close()
+
+
+def test_a_mirror_that_ends_a_body_after_a_part_of_it_still_downloads_the_file(
+    hub: Hub, tmp_path: Path, authority: ClusterCa
+):
+    manifest = hub.add("tests/tiny", FILES)
+    follower, holder = (identify(tmp_path, authority, name) for name in ("follower", "holder"))
+    head = f"HTTP/1.1 206 Partial Content\r\ncontent-range: bytes 10-19/{SIZE}\r\ncontent-length: 10\r\n\r\n"
+    for part, kind in ((b"12345", SourcePending), (b"", SourceFault)):
+        peer = Peer(serve_as(holder), head.encode() + part)
+        error = refuse(ModelSource(SourceKind.MIRROR, f"https://{peer.address}", "token", "holder"), manifest, follower)
+        peer.listener.close()
+        assert type(error) is kind, error
+        if isinstance(error, SourcePending):
+            text = f"https://{peer.address} still downloads model.safetensors of tests/tiny"
+            assert (str(error), error.seconds) == (text, RETRY_SECONDS)
 
 
 def test_an_address_with_an_invalid_character_is_refused(hub: Hub):
