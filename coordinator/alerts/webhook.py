@@ -268,5 +268,11 @@ class Webhook:
 
 
 def _describe_error(error: Exception) -> str:
-    """Return a description of an error without the URL that a library may quote."""
-    return str(error) if isinstance(error, WebhookError) else type(error).__name__
+    """Return a description of an error without the URL, whose path may be a secret."""
+    if isinstance(error, WebhookError):
+        return str(error)
+    if isinstance(error, UnicodeError):
+        return "its host name is invalid"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {TIMEOUT_SECONDS:g} s"
+    return (isinstance(error, OSError) and error.strerror) or type(error).__name__
