@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -22,6 +22,20 @@ PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
 """Environment variables that stand for command-line options and are not settings."""
 
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a text",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_ENUM = re.compile(r"Invalid enum value (.+)", re.DOTALL)
+_KIND = re.compile(r"Expected `([a-z| ]+)`(?:, got `([a-z]+)`)?")
+_BOUND = re.compile(r"Expected `([a-z]+)` (>=|<=|>|<) (\S+)")
+_LENGTH = re.compile(r"Expected `([a-z]+)` of length (>=|<=) (\d+)")
 _BARE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _KEY_PART = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.|$)|([^.]*)(?:\.|$)')
 
@@ -329,4 +343,29 @@ def _convert_settings(kind: type[T], merged: Flat, origins: Mapping[str, str]) -
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$.")
         key = where.rstrip("`")
-        raise SettingsError(f"setting {key or '?'} ({origins.get(key, 'value')}): {text}") from None
+        reason = _explain_validation_error(text, _list_values(kind, key))
+        raise SettingsError(f"setting {key or '?'} ({origins.get(key, 'value')}): {reason}") from None
+
+
+def _list_values(kind: type[msgspec.Struct], key: str) -> list[str]:
+    """Return the allowed values of a setting whose type is an enumeration; an empty list for any other setting."""
+    hint: Any = kind
+    for part in split_key(key):
+        hint = get_type_hints(hint).get(part) if isinstance(hint, type) else None
+    return [str(value) for value in get_args(hint)] if get_origin(hint) is Literal else []
+
+
+def _explain_validation_error(text: str, values: Sequence[str] = ()) -> str:
+    """Return a validation error of msgspec, without its path, in plain words; other texts unchanged. `values` are the
+    allowed values of the setting if it is an enumeration."""
+    if match := _ENUM.fullmatch(text):
+        return f"{match[1]} is not one of: {', '.join(values)}"
+    if match := _BOUND.fullmatch(text):
+        return f"it must be {_KINDS.get(match[1], match[1])} of {_BOUNDS[match[2]]} {match[3]}"
+    if match := _LENGTH.fullmatch(text):
+        unit = {"str": "characters", "array": "entries"}.get(match[1], "entries")
+        return f"it must have {_BOUNDS[match[2]]} {match[3]} {unit}"
+    if match := _KIND.fullmatch(text):
+        wanted = " or ".join(_KINDS.get(kind, kind) for kind in match[1].split(" | "))
+        return f"it must be {wanted}" + (f", not {_KINDS.get(match[2], match[2])}" if match[2] else "")
+    return text

@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = report_settings(file, os.environ, options.pairs)
     settings, running = report.pop("made"), read_running_settings(options.state / "node", COORDINATOR_SECTIONS)
     report["running"] = None if running is None else report_running(running, file)
+    report["unsuitable"] = "" if report["error"] else find_unsuitable_memory(options.state, settings)
     if not options.settings_only:
         settings = settings if running is None else running.value
         use_hub_folder(settings.models.huggingface_cache, os.environ)
@@ -145,6 +146,20 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
         "sections": sorted(SECTIONS),
         **report_identity(state / "node" / "identity", machine),
     }
+
+
+def find_unsuitable_memory(state: Path, settings: NodeSettings) -> str:
+    """Return why a node with these settings would not start on this machine: its cap or margin; empty if it would.
+
+    `state` is the state folder.
+    """
+    try:
+        opened = open_machine(settings)
+        bounds = opened.read_bounds()
+    except (OSError, ValueError) as error:
+        return str(error)
+    device = read_metal_device(state / "node", opened.hardware, bounds.wired)
+    return str(report_memory(settings, with_device(bounds, device))["error"])
 
 
 def convert_to_dict(struct: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Settings: precedence, origins, refusals with the nearest key."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import pytest
@@ -24,6 +24,14 @@ from host.settings_loader import (
 class Inner(Section, frozen=True, kw_only=True):
     cap: Annotated[str, msgspec.Meta(description="the most")] = "auto"
     steps: Annotated[int, msgspec.Meta(ge=1, description="how many")] = 3
+
+
+class Bounded(Section, frozen=True, kw_only=True):
+    mode: Annotated[Literal["auto", "on", "off"], msgspec.Meta(description="the mode")] = "auto"
+    share: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
+    short: Annotated[str, msgspec.Meta(max_length=2)] = ""
+    names: Annotated[tuple[str, ...], msgspec.Meta(max_length=1)] = ()
+    size: int | str = 0
 
 
 class Outer(Section, frozen=True, kw_only=True):
@@ -53,8 +61,9 @@ def test_texts_become_numbers_and_booleans() -> None:
     [
         ("memory.capp=1", r"unknown setting memory.capp \(--set\): did you mean memory.cap\?"),
         ("zzz=1", r"unknown setting zzz \(--set\)$"),
-        ("memory.steps=0", r"setting memory.steps \(--set\): Expected `int` >= 1"),
-        ("memory.steps=many", r"setting memory.steps \(--set\)"),
+        ("memory.steps=0", r"setting memory.steps \(--set\): it must be an integer of at least 1$"),
+        ("memory.steps=many", r"setting memory.steps \(--set\): it must be an integer, not a text$"),
+        ("quiet=7", r"setting quiet \(--set\): it must be true or false, not a text$"),
         ("quiet", "key=value"),
         ("=1", "key=value"),
         (" =1", "key=value, not ' =1'"),
@@ -63,6 +72,25 @@ def test_texts_become_numbers_and_booleans() -> None:
 def test_what_is_wrong_is_named_with_its_origin(pair: str, message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         resolve_layers(Outer, [("--set", from_pairs([pair]))])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("mode", "maybe", "'maybe' is not one of: auto, on, off"),
+        ("mode", 1, "it must be a text, not an integer"),
+        ("share", 1.5, "it must be a number of at most 1.0"),
+        ("share", 0.0, "it must be a number of more than 0.0"),
+        ("short", "abc", "it must have at most 2 characters"),
+        ("names", ["a", "b"], "it must have at most 1 entries"),
+        ("names", 1, "it must be a list, not an integer"),
+        ("size", 1.5, "it must be an integer or a text, not a number"),
+    ],
+)
+def test_an_invalid_value_is_explained_in_plain_words(name: str, value: object, text: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        resolve_layers(Bounded, [("config.toml", {name: value})])
+    assert str(caught.value) == f"setting {name} (config.toml): {text}"
 
 
 def test_sections_of_the_other_process_are_skipped_by_name() -> None:
@@ -130,12 +158,12 @@ def test_entries_of_tables_are_checked_together() -> None:
     assert find_invalid_settings(Tables, flat) == [
         InvalidSetting("sizes.big", "Object contains unknown field `sice`", meaning="sizes"),
         InvalidSetting("lists.a", "a needs an entry that is missing", meaning="lists"),
-        InvalidSetting('lists."b.c"', "Expected `array`, got `int`", meaning="lists"),
+        InvalidSetting('lists."b.c"', "it must be a list, not an integer", meaning="lists"),
     ]
 
 
 def test_a_value_in_the_place_of_a_table_is_refused() -> None:
-    with pytest.raises(SettingsError, match="Expected `object`, got `str`"):
+    with pytest.raises(SettingsError, match="it must be a table, not a text"):
         resolve_layers(Tables, [("file", {"lists": "x"})])
     with pytest.raises(SettingsError, match="big is a value, not a table"):
         resolve_layers(Tables, [("file", {"sizes.big": 1, "sizes.big.size": 1})])

@@ -139,6 +139,19 @@ def test_check_of_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert (done.exit_code, says in done.output) == (code, True), done.output
 
 
+def test_check_compares_the_file_of_this_machine_with_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "config.toml"
+    file.write_text('[memory]\ncap = "900000GiB"\n')
+    done = invoke(monkeypatch, "check", "--state", str(tmp_path))
+    assert done.exit_code == 2
+    assert f"{file}: setting memory.cap: 900000.0 GiB is more than the RAM of " in done.output
+    done = invoke(monkeypatch, "check", "--state", str(tmp_path), "-o", "json")
+    (fault,) = json.loads(done.stdout.splitlines()[0])["wrong"]
+    assert "is more than the RAM" in fault["text"]
+    done = invoke(monkeypatch, "check", str(file), "--state", str(tmp_path))
+    assert done.exit_code == 0, "a named file may be that of another machine"
+
+
 @pytest.mark.parametrize("content", [None, b"[cluster\n", b"name = '\xff'\n"])
 def test_show_names_the_fault_of_a_file_that_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None

@@ -151,7 +151,14 @@ def test_the_program_prints_settings_and_machine(tmp_path: Path, capsys: pytest.
     other.write_text('memory.cap = "7GiB"\n')
     report = printed(capsys, "--state", str(tmp_path), "--file", str(other), "--settings-only")
     assert find_rows(report)["memory.cap"] == ("7GiB", str(other))
-    assert set(report) == {"error", "faults", "settings", "running"}, "the machine is not read"
+    assert set(report) == {"error", "faults", "settings", "running", "unsuitable"}
+    assert report["unsuitable"] == ""
+    other.write_text(SCRIPTED + 'memory.cap = "33GiB"\n')
+    report = printed(capsys, "--state", str(tmp_path), "--file", str(other), "--settings-only")
+    assert report["unsuitable"] == "setting memory.cap: 33.0 GiB is more than the RAM of 32.0 GiB"
+    other.write_text('memory.cap = "no size"\n')
+    report = printed(capsys, "--state", str(tmp_path), "--file", str(other), "--settings-only")
+    assert ("no size" in report["error"], report["unsuitable"]) == (True, "")
 
 
 def test_the_program_reports_the_machine_with_the_settings_of_the_running_node(
