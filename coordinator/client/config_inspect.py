@@ -103,12 +103,19 @@ def _find_drifts(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[st
 
 
 def inspect_settings(
-    state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
+    state: Path,
+    file: Path,
+    environ: Mapping[str, str],
+    pairs: Sequence[str],
+    node: Mapping[str, Any] | None = None,
+    *,
+    on_this_machine: bool = False,
 ) -> SettingsReport:
     """Read all settings of coordinator and node as a start would: from `file`, `environ`, and the `pairs` of --set.
 
-    `node` is the report of `read_node_settings`; None: read it. Invalid values are faults of the result. Raise
-    `CommandError` for a --set that is not KEY=VALUE, or if the node's settings cannot be read.
+    `node` is the report of `read_node_settings`; None: read it. Invalid values are faults of the result. With
+    `on_this_machine`, a cap or margin that is impossible on this machine is a fault as well. Raise `CommandError` for a
+    --set that is not KEY=VALUE, or if the node's settings cannot be read.
     """
     from coordinator.state.config_file import ConfigFault, build_syntax_fault, locate_faults, redact_rows
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
@@ -154,6 +161,10 @@ def inspect_settings(
         wrong += locate_faults(origin, faults, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
+    if on_this_machine and not wrong and node["unsuitable"]:
+        key, _, reason = node["unsuitable"].removeprefix("setting ").partition(": ")
+        origin = next(row["origin"] for row in node["settings"] if row["key"] == key)
+        wrong += locate_faults(origin, [InvalidSetting(key, reason)], text if origin == str(file) else "")
     bad = {fault.key for fault in wrong}
     right = [(origin, {key: flat[key] for key in flat if not _is_part_of(key, bad)}) for origin, flat in layers]
     rows = redact_rows(build_setting_rows(resolve_layers(CoordinatorSettings, right, NODE_SECTIONS)))

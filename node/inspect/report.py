@@ -149,15 +149,15 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
 
 
 def find_unsuitable_memory(state: Path, settings: NodeSettings) -> str:
-    """Return why a node with these settings would not start on this machine: its cap or margin; empty if it would.
+    """Return why the cap or the margin is impossible on this machine; empty if both are possible or nothing is known.
 
     `state` is the state folder.
     """
     try:
         opened = open_machine(settings)
         bounds = opened.read_bounds()
-    except (OSError, ValueError) as error:
-        return str(error)
+    except (OSError, ValueError):
+        return ""
     device = read_metal_device(state / "node", opened.hardware, bounds.wired)
     return str(report_memory(settings, with_device(bounds, device))["error"])
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,6 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     of this machine. Each error is printed with its line, its key and the expected value. Exit code 0: valid; 2: not
     valid; 5: FILE does not exist.
     """
-    from coordinator.state.config_file import ConfigFault
-
     folder = state or get_default_state()
     place = file or folder / "config.toml"
     if not place.is_file():
@@ -84,15 +82,11 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
             raise CommandError(NOT_FOUND, f"there is no file {place}")
         if output == "text":
             click.echo(f"there is no {place}: every setting has its default")
-    environ: Mapping[str, str] = os.environ if file is None else {}
-    node = read_node_settings(folder, place, environ, ())
-    report = inspect_settings(folder, place, environ, (), node)
-    faults = report.faults
-    if file is None and not faults and node["unsuitable"]:
-        faults = (ConfigFault(str(place), 0, "", node["unsuitable"]),)
+    own = file is None
+    report = inspect_settings(folder, place, os.environ if own else {}, (), on_this_machine=own)
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(fault) for fault in faults]}))
-    _raise_faults(faults)
+        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(fault) for fault in report.faults]}))
+    _raise_faults(report.faults)
     if output == "text":
         changed = sum(row["origin"] != "default" for row in report.rows)
         click.echo(f"{place}: valid; settings that are not the default: {changed}")

@@ -161,7 +161,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...], 
             check_node_cluster(folder, "")
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
-    report = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
+    report = inspect_settings(folder, folder / "config.toml", os.environ, pairs, on_this_machine=True)
     if report.faults:
         raise CommandError(2, "\n".join(fault.render() for fault in report.faults))
     for row in report.rows:

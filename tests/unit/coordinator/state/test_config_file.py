@@ -144,7 +144,7 @@ def test_check_compares_the_file_of_this_machine_with_its_memory(tmp_path: Path,
     file.write_text('[memory]\ncap = "900000GiB"\n')
     done = invoke(monkeypatch, "check", "--state", str(tmp_path))
     assert done.exit_code == 2
-    assert f"{file}: setting memory.cap: 900000.0 GiB is more than the RAM of " in done.output
+    assert f"{file}:2: memory.cap: 900000.0 GiB is more than the RAM of " in done.output
     done = invoke(monkeypatch, "check", "--state", str(tmp_path), "-o", "json")
     (fault,) = json.loads(done.stdout.splitlines()[0])["wrong"]
     assert "is more than the RAM" in fault["text"]
