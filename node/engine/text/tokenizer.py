@@ -332,7 +332,7 @@ class Tokenizer:
             raise TemplateFailed("the chat template rendered an empty prompt")
         wrong = next((token for token in ids if not 0 <= token < self.size), None)
         if wrong is not None:
-            raise TemplateFailed(f"the tokenizer returned token {wrong}, the vocabulary has {self.size}")
+            raise TemplateFailed(f"token {wrong} is outside the vocabulary of {self.size} tokens")
 
     def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
         """Return whether the prompt's last tokens end with a marker. Only the end counts, because a user's text may
