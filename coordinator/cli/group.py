@@ -107,11 +107,22 @@ def print_error(error: click.ClickException) -> None:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return
-    click.echo(f"Error: {error.format_message()}", err=True)
+    message = _describe_option(error) if isinstance(error, click.NoSuchOption) else error.format_message()
+    click.echo(f"Error: {message}", err=True)
     if isinstance(error, click.UsageError) and error.ctx is not None:
         if not isinstance(error.ctx.command, click.Group):
             click.echo(error.ctx.get_usage(), err=True)
         click.echo(f"Help:  {error.ctx.command_path} --help", err=True)
+
+
+def _describe_option(error: click.NoSuchOption) -> str:
+    """Return the text about an unknown option, with the option of the command that it abbreviates or resembles."""
+    word = error.option_name.lstrip("-")
+    params = [] if error.ctx is None else error.ctx.command.params
+    known = [name[2:] for param in params for name in param.opts if name.startswith("--")]
+    initials = {"".join(part[0] for part in name.split("-")): name for name in known if "-" in name}
+    near = [initials[word]] if word in initials else difflib.get_close_matches(word, known, 1)
+    return f"there is no option {error.option_name}" + (f"; did you mean --{near[0]}?" if near else "")
 
 
 def confirm(question: str, *, yes: bool) -> None:

@@ -84,6 +84,25 @@ def test_an_unknown_verb_names_the_nearest(words: list[str], meant: str):
     assert f"did you mean `{meant}`?" in done.output
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["key", "create", "a", "--rpm", "5"], "there is no option --rpm; did you mean --requests-per-minute?"),
+        (["key", "limit", "a", "--tpm", "5"], "there is no option --tpm; did you mean --tokens-per-minute?"),
+        (["key", "create", "a", "--expire", "5"], "there is no option --expire; did you mean --expires?"),
+        (["nodes", "--jason"], "there is no option --jason"),
+        (["nodes", "-x"], "there is no option -x"),
+    ],
+)
+def test_an_unknown_option_names_the_one_that_it_abbreviates_or_resembles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+):
+    monkeypatch.setattr(sys, "argv", ["cluster", *words])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert capsys.readouterr().err.splitlines()[0] == f"Error: {text}"
+
+
 def test_every_group_lists_and_shows():
     verbs = {path for path, _ in contexts()}
     for group in ("node", "model", "key", "video"):

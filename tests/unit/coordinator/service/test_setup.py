@@ -366,7 +366,7 @@ def test_the_life_of_a_service(tmp_path: Path, platform: str):
         (["--user", "root"], 6, "name another user"),
         (["--user", "no-such-user"], 5, "there is no user"),
         (["--coordinator", "--", "--token", "x"], 2, "every user of this machine could read it"),
-        (["--coordinator", "--", "--no-such-option"], 2, "No such option"),
+        (["--coordinator", "--", "--no-such-option"], 2, "there is no option --no-such-option"),
         (["--coordinator", "--wired-limit-mb", "100"], 2, "is for macOS"),
     ],
 )
