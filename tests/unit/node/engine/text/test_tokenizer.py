@@ -314,7 +314,7 @@ def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
 def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
     model = tokenizer_loader.load(folder)
     model.size = 3
-    with pytest.raises(TemplateFailed, match="token .* is outside the vocabulary of 3 tokens"):
+    with pytest.raises(TemplateFailed, match=r"token .* is outside the vocabulary of 3 tokens"):
         model.tokenize_request(ask())
 
 
