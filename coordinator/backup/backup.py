@@ -80,7 +80,9 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
         with tempfile.TemporaryDirectory(prefix=f".backup-{os.getpid()}-", dir=state) as folder:
             members, manifest = _gather(state, create_private_folder(Path(folder)), artifacts=artifacts)
             size = _write(file, members, manifest, passphrase)
-    except (OSError, sqlite3.Error, AuthorityError) as error:
+    except OSError as error:
+        raise BackupError(f"no backup was made: {error.filename or file}: {error.strerror or error}") from None
+    except (sqlite3.Error, AuthorityError) as error:
         raise BackupError(f"no backup was made: {error}") from None
     return BackupResult(file, size, manifest, passphrase is not None)
 

@@ -182,8 +182,10 @@ class ApiSession:
             )
         try:
             key = self.key_file.read_text().strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
+        except OSError as error:
+            raise CommandError(DENIED, f"{self.key_file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise CommandError(DENIED, f"{self.key_file} must contain one key and nothing else") from None
         if not (key.isascii() and key.isprintable()):  # the key would be no valid header
             raise CommandError(DENIED, f"{self.key_file} must contain one key and nothing else")
         return key

@@ -83,8 +83,8 @@ def join(
         )
     try:
         secret = token_file.readline(MAX_TOKEN_CHARACTERS) if token_file else ""
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"the file of --token-file is no text: {error}") from None
+    except UnicodeDecodeError:
+        raise click.UsageError("the file of --token-file is no text: it must contain a join token") from None
     folder = state or get_default_state()
     if joined_only and not _get_identity_file(folder).exists():
         click.echo(f"{folder} is in no cluster: there is no node to start", err=True)

@@ -267,14 +267,16 @@ def approve(session: ApiSession, code: str | None, reject: bool) -> None:
     Three wrong codes in a row block all decisions for 60 s.
     """
     if code is None:
-        session.print_answer(
-            session.request_json("GET", "/api/v1/joins"),
-            lambda answer: print_table(
-                ("NAME", "ADDRESS", "CHIP", "REPLACES"),
-                [(j["name"], j["address"], j["chip"], j["replaces"]) for j in answer["joins"]],
-            ),
-        )
+        session.print_answer(session.request_json("GET", "/api/v1/joins"), _print_waiting)
         return
     answer = session.request_json("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
     text = "is rejected" if reject else "is approved: `cluster nodes` shows it once it has joined"
     session.print_answer(answer, lambda answer: click.echo(f"{answer['name']} {text}"))
+
+
+def _print_waiting(answer: dict[str, Any]) -> None:
+    rows = [(join["name"], join["address"], join["chip"], join["replaces"]) for join in answer["joins"]]
+    if rows:
+        print_table(("NAME", "ADDRESS", "CHIP", "REPLACES"), rows)
+    else:
+        click.echo("no machine waits for approval")

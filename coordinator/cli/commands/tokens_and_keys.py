@@ -106,7 +106,15 @@ def token() -> None:
 
 
 @token.command("create")
-@click.option("--ttl", type=Duration(), default="1h", show_default=True, help="Lifetime of the token.")
+@click.option(
+    "--expires",
+    "--ttl",
+    "ttl",
+    type=Duration(),
+    default="1h",
+    show_default=True,
+    help="Lifetime of the token, such as 24h.",
+)
 @click.option(
     "--uses",
     type=click.IntRange(1, 1000),
@@ -117,7 +125,7 @@ def token() -> None:
 @click.option("--name", default="", help="Name in `cluster token list`.")
 @session_options
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
-    """Create a join token. The token works once, for one hour, unless --uses or --ttl is given."""
+    """Create a join token. The token works once, for one hour, unless --uses or --expires is given."""
     answer = call_route(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
     session.print_answer(answer, lambda answer: click.echo(answer.get("join") or answer["token"]))
 

@@ -135,7 +135,7 @@ def test_an_administrator_of_a_lab(people: list[Person]):
     """
     studio, mini, spare, desk = people
     up, facts = begin(studio)
-    token = re.search(r"mpj1\.\S+", studio.type("cluster token create --uses 5 --ttl 24h"))
+    token = re.search(r"mpj1\.\S+", studio.type("cluster token create --uses 5 --expires 24h"))
     assert token
     address = re.search(r"macpool://\S+", facts["join"])
     assert address

@@ -105,7 +105,7 @@ ALONE: tuple[tuple[str, int, str], ...] = (
     ("nodes --url http://127.0.0.1:1", 4, "`cluster login URL` stores both"),
     ("nodes --url macpool://h:1 --key-file /etc/hostname", 2, "`endpoint` of `cluster up`"),
     ("nodes --url 127.0.0.1:x --key-file /etc/hostname", 2, "https://HOST:PORT"),
-    ("nodes --url http://127.0.0.1:1 --key-file /no/such", 4, "the key file cannot be read"),
+    ("nodes --url http://127.0.0.1:1 --key-file /no/such", 4, "/no/such cannot be read: No such file"),
     ("nodes", 3, "`cluster up`"),
     ("status", 3, "`cluster login URL`"),
     ("key create a", 5, "`cluster up`"),

@@ -78,8 +78,10 @@ def _read_key(file: Path | None) -> str:
     else:
         try:
             text = sys.stdin.readline() if str(file) == "-" else file.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CommandError(DENIED, f"{file} cannot be read: {error}") from None
+        except OSError as error:
+            raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise CommandError(DENIED, f"{file} is no text: it must contain an API key") from None
     key = text.strip()
     if not key.startswith("mp_") or not key.isascii() or any(letter.isspace() for letter in key):
         raise CommandError(

@@ -36,6 +36,18 @@ def test_decision_about_a_code_says_what_is_decided(server: Server, options: tup
     assert (server.methods, server.asked) == ([method], [("/api/v1/joins/123456", None)])
 
 
+def test_approve_without_a_code_lists_the_waiting_machines(server: Server):
+    server.answer = {"schema": 1, "joins": [{"name": "air", "address": "10.0.0.9", "chip": "M2", "replaces": "old"}]}
+    done = server.run("approve")
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["NAME", "ADDRESS", "CHIP", "REPLACES"],
+        ["air", "10.0.0.9", "M2", "old"],
+    ]
+    server.answer = {"schema": 1, "joins": []}
+    assert server.run("approve").stdout == "no machine waits for approval\n"
+    assert json.loads(server.run("approve", "-o", "json").stdout) == server.answer
+
+
 def test_drain_of_a_node_that_was_uncordoned_meanwhile_does_not_call_it_cordoned(server: Server):
     server.answer = {"schema": 1, "node": "id-1", "cordoned": False, "left": 2}
     done = server.run("node", "drain", "studio", "--wait", "3s")

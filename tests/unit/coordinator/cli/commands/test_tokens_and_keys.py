@@ -55,7 +55,7 @@ def read_lines(done: Result) -> list[str]:
 def test_a_token_is_printed_with_its_command_where_there_is_one(server: Server):
     assert read_lines(server.run("token", "create")) == ["mpj_t1_secret"]
     server.answer = ANSWER | {"join": "cluster join …"}
-    done = server.run("token", "create", "--ttl", "2m", "--uses", "5", "--name", "lab")
+    done = server.run("token", "create", "--expires", "2m", "--uses", "5", "--name", "lab")
     assert read_lines(done) == ["cluster join …"]
     assert [body for _, body in server.asked] == [
         {"ttl_seconds": 3600.0, "uses": 1, "name": ""},

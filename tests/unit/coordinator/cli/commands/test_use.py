@@ -16,15 +16,21 @@ from host.node_marks import has_left, mark_left
 from tests.support.coordinator.answering_server import Server
 
 
-@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_env_with_an_unreadable_key_file_is_a_clear_error(tmp_path: Path, content: bytes | None) -> None:
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"\xff\xfe", "must contain one key and nothing else"),
+    ],
+)
+def test_env_with_an_unreadable_key_file_is_a_clear_error(tmp_path: Path, content: bytes | None, text: str) -> None:
     key = tmp_path / "key"
     if content is not None:
         key.write_bytes(content)
     line = ["env", "--state", str(tmp_path), "--url", "https://10.0.0.1:8080", "--key-file", str(key)]
     done = CliRunner().invoke(cluster, line)
     assert done.exit_code == 4
-    assert "the key file cannot be read" in done.output
+    assert f"Error: {key} {text}" in done.output
 
 
 def test_up_with_settings_that_are_not_utf8_is_a_clear_error(tmp_path: Path) -> None:
