@@ -174,7 +174,9 @@ def refuse_path(refused: Path, delete: Callable[..., None]) -> Callable[..., Non
 def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str], at: int) -> None:
     """Interrupt the removal of a model at the first or last (-1) entry, which does not decide about its name."""
     names = [path.name for path in folder.iterdir()]
-    while names[at] in decisive:
+    while names[at] in decisive:  # ext4 lists names by their hashes, tmpfs the newest first
+        (folder / names[at]).rename(folder / "aside")
+        (folder / "aside").rename(folder / names[at])
         (folder / f"more-{len(names)}").write_bytes(b"x")
         names = [path.name for path in folder.iterdir()]
     with pytest.MonkeyPatch.context() as patch:
