@@ -234,3 +234,41 @@ async def test_third_model_does_not_use_the_headroom_of_a_swap(mac: Cluster):
     assert ask(mac, "three", "eve").node is None
     await asyncio.sleep(0)
     assert mac.generates()[-1][1].model == "two"
+
+
+async def test_a_wait_for_a_swap_ends_one_queue_time_after_the_swap_is_no_longer_needed(mac: Cluster):
+    other = ask(mac, "two", "bob")
+    passes(mac, 20)
+    assert other.deadline == mac.now + mac.settings.queue_timeout_seconds
+    has(mac, "two")
+    mac.memory = {A: a_memory(0)}
+    mac.report()
+    passes(mac, mac.settings.queue_timeout_seconds - 3)
+    assert other.outcome is None
+    passes(mac, 4)
+    assert isinstance(other.outcome, Refused)
+
+
+async def test_the_oldest_request_gets_the_swap_although_another_key_waited_before(mac: Cluster):
+    models = (*mac.models, a_model("three", weights=12 * GIB, loaded=False))
+    mac.models = tuple(replace(model, load_seconds=2.0) for model in models)
+    mac.report()
+    first = ask(mac, "two", "bob")
+    oldest = ask(mac, "three", "eve")
+    mac.now += 0.1
+    later = ask(mac, "two", "bob")
+    mac.dispatcher.close(first)
+    for _ in range(6 * int(MIN_SLICE_SECONDS)):
+        passes(mac, 1)
+    (turn,) = mac.dispatcher.ledger.turns.values()
+    assert (turn.request, turn.model) == (oldest.number, "three")
+    mac.dispatcher.close(later)
+
+
+async def test_no_row_is_taken_from_a_key_for_a_model_that_must_be_loaded_or_during_a_swap(mac: Cluster):
+    ask(mac, "one")
+    other = ask(mac, "two", "bob")
+    assert other.node is None, "two requests of another key run, but with another model"
+    passes(mac, MIN_SLICE_SECONDS + 1)
+    assert mac.dispatcher.ledger.turns.keys() == {A}
+    assert ask(mac, "one", "eve").node is None

@@ -30,7 +30,7 @@ from router.placement.place import evaluate_node
 from router.placement.reservations import ReservationLedger, SwapTurn
 from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
-from wire.frames import GenerationParams
+from wire.frames import Delta, GenerationParams
 from wire.identity import NodeId
 from wire.report import ROW_COST, EngineState, Memory, Model
 from wire.units import GIB, MIB
@@ -42,13 +42,13 @@ SLICE = MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * LOAD
 START = 1000.0
 
 
-def model(name: str, *, weights: int = 10 * GIB, **more: object) -> Model:
+def model(name: str, *, weights: int = 10 * GIB, load: float = LOAD, **more: object) -> Model:
     return Model(
         name,
         weights=weights,
         kv_per_token=MIB // 8,
         context=32768,
-        load_seconds=LOAD,
+        load_seconds=load,
         prefill_speed=500.0,
         decode_speed=20.0,
         expected_output=200,
@@ -330,6 +330,23 @@ def test_a_model_that_more_keys_use_stays_longer():
     assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "b", {"a"})]
 
 
+@pytest.mark.parametrize(("load", "other_load"), [(3.0, 1.0), (1.0, 3.0)])
+def test_a_slice_lasts_by_the_longer_load_and_by_the_weight_of_all_keys_of_its_model(load: float, other_load: float):
+    world = busy()
+    world.models |= {"a": model("a", load=load), "b": model("b", load=other_load)}
+    whole = MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * 3.0
+
+    def compute() -> float:
+        picture = world.picture()
+        return world.swaps.compute_slice_seconds("a", "b", picture.nodes[N1], picture)
+
+    assert compute() == whole
+    world.waits("a", "eve", weight=2)
+    assert compute() == whole * 1.5, "ada with weight 4 uses it, eve with weight 2 waits for it, and bob has 4"
+    world.waits("b", "fay", weight=16)
+    assert compute() == whole
+
+
 def test_slice_ends_before_the_deadline_of_a_waiting_request():
     world = busy()
     world.models = {name: msgspec.structs.replace(one, load_seconds=500.0) for name, one in world.models.items()}
@@ -450,9 +467,12 @@ def test_slow_swap_ends_and_begins_another_slice():
     assert world.begun(1.1)
 
 
-def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
+@pytest.mark.parametrize("used", [False, True])
+def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded(used: bool):
     world = World("a", "b", room=21 * GIB)
     world.node(N1, "a", "b")
+    if used:
+        world.runs(N1, "b")
     picture = world.picture()
     demand = ResourceDemand("b", 0, 16000)
     world.waiting.clear()
@@ -686,6 +706,7 @@ def test_snapshot_has_running_requests_with_remaining_seconds():
     world.models["slow"] = msgspec.structs.replace(model("slow"), decode_speed=0.0)
     world.node(N1, "a", "slow")
     live = [ticket(number, name) for number, name in ((1, "a"), (2, "a"), (3, "slow"), (4, "a"), (5, "a"))]
+    live[1].add_delta(Delta(12, 0, tuple(range(100)), ()))
     for number, one in enumerate(live[:4], 1):
         send(one, N2 if number == 4 else N1, 10 + number)
         world.ledger.reserve(N1, one.attempt, number, GIB, 400, seconds=2.0)
@@ -694,7 +715,7 @@ def test_snapshot_has_running_requests_with_remaining_seconds():
     answer = 200 / 20.0 * (1 + 4 * ROW_COST)
     assert picture.running == {
         N1: {
-            "a": [ModelUse(1, WeightedKey("bob", 4), answer + 2.0), ModelUse(2, WeightedKey("bob", 4), answer)],
+            "a": [ModelUse(1, WeightedKey("bob", 4), answer + 2.0), ModelUse(2, WeightedKey("bob", 4), answer / 2)],
             "slow": [ModelUse(3, WeightedKey("bob", 4), 0.0)],
         }
     }
