@@ -1,17 +1,22 @@
 """The dispatcher alone: frames in, frames out, on a loop but without sockets."""
 
 import asyncio
+import gc
 import itertools
 import random
+from collections import deque
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
 
 from router.admission.rate_limits import KeyLimits
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
+from router.dispatch.decision_log import DecisionLog
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import CANCELLED, SLOW, RequestFailure, RequestSpec
@@ -43,7 +48,7 @@ from wire.frames import (
 )
 from wire.identity import NodeId
 from wire.refusals import FailureCode, RefusalCode, Refused
-from wire.report import EngineState
+from wire.report import CacheState, EngineState
 from wire.state_machine import IllegalEventCounts
 from wire.units import GIB, MIB
 
@@ -747,6 +752,44 @@ async def test_one_frame_wakes_a_reader_once(one: Cluster):
     assert woken == [3]
 
 
+async def test_a_shutdown_ends_the_commands_to_nodes(one: Cluster):
+    loading = asyncio.create_task(one.dispatcher.commands.send(LoadModel, A, "node-a", "tiny"))
+    await turn()
+    one.dispatcher.shutdown("it stops")
+    async with asyncio.timeout(10):
+        assert await loading == RequestFailure(FailureCode.SHUTTING_DOWN, "it stops")
+
+
+async def test_a_request_without_room_unloads_the_model_with_the_least_demand():
+    cluster = Cluster(A, B)
+    cluster.memory = dict.fromkeys((A, B), a_memory(GIB))
+    cluster.report()
+    views = {
+        node.id: replace(
+            node,
+            models={
+                name: a_model(name, loaded=name == own, weights=8 * GIB, load_seconds=10.0)
+                for name in ("tiny", "hot", "cold")
+            },
+        )
+        for node, own in zip(cluster.dispatcher.view.nodes, ("hot", "cold"), strict=True)
+    }
+    cluster.dispatcher.set_view(ClusterView(tuple(views.values())))
+
+    def submit(model: str) -> ActiveRequest:
+        spec = RequestSpec(ResourceDemand(model, 10), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+        return cluster.dispatcher.submit(spec)
+
+    for model, where in (("hot", A), ("hot", A), ("cold", B)):
+        request = submit(model)
+        assert request.node == where
+        cluster.finish()
+        cluster.dispatcher.close(request)
+    assert submit("tiny").node == B
+    cluster.finish()
+    cluster.dispatcher.shutdown()
+
+
 async def test_shutdown_notifies_every_client(two: Cluster):
     running = two.submit()
     full(two, A, B)
@@ -934,6 +977,18 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
     assert served_by(cluster, "x" * 100) != first
 
 
+@pytest.mark.parametrize(("store", "stays"), [("disk-1", True), ("disk-2", False)])
+async def test_a_new_engine_with_the_same_disk_cache_keeps_its_prefixes(store: str, stays: bool):
+    cluster = Cluster(A, B)
+    cluster.engine = EngineState("x", "ready", cache=CacheState(store="disk-1"))
+    cluster.report()
+    first = served_by(cluster, "x" * 100)
+    cluster.memory[B if first == A else A] = a_memory(9 * GIB)
+    cluster.engine = EngineState("x", "ready", restarts=1, cache=CacheState(store=store))
+    cluster.report()
+    assert (served_by(cluster, "x" * 100) == first) is stays
+
+
 # Limits of a key
 
 
@@ -1068,6 +1123,33 @@ async def test_drain_migrates_remaining_requests_when_there_is_room(two: Cluster
     assert two.last()[0] == other
 
 
+@pytest.mark.parametrize("change", [{"draining": True}, {"state": "draining"}])
+async def test_requests_leave_a_node_whose_report_or_state_says_that_it_drains(two: Cluster, change: dict[str, Any]):
+    request = two.submit()
+    where, _ = two.last()
+    nodes = (replace(node, **change) if node.id == where else node for node in two.dispatcher.view.nodes)
+    two.dispatcher.set_view(ClusterView(tuple(nodes)))
+    await turn()
+    assert request.node == (B if where == A else A)
+    two.finish()
+
+
+async def test_a_node_that_gave_a_request_up_takes_it_only_after_its_return(two: Cluster):
+    request = two.submit()
+    where, _ = two.last()
+    full(two, B if where == A else A)
+    two.say(lambda number: Failed(number, FailureCode.NODE_STOPPING, "it stops"))
+    two.report()
+    await turn()
+    assert (request.node, request.tried.lost) == (None, {where}), "it stops, although its report says ready"
+    for state in ("lost", "ready"):
+        two.state[where] = state
+        two.report()
+        await turn()
+    assert request.node == where
+    two.finish()
+
+
 async def test_requests_after_the_end_of_a_drain_stay_where_they_are(two: Cluster):
     two.submit()
     where, _ = two.last()
@@ -1097,6 +1179,8 @@ async def test_an_uncordon_ends_the_waits_of_a_drain_and_the_node_keeps_its_requ
     cordon(on=True)
     drains = [asyncio.create_task(two.dispatcher.wait_drained(where, 3600.0)) for _ in range(2)]
     await turn()
+    cordon(on=True)
+    await turn()
     assert not any(drain.done() for drain in drains)
     cordon(on=False)
     async with asyncio.timeout(10):
@@ -1106,6 +1190,16 @@ async def test_an_uncordon_ends_the_waits_of_a_drain_and_the_node_keeps_its_requ
     assert (two.last()[0], len(two.generates())) == (where, 1)
     two.finish()
     two.settled()
+
+
+async def test_a_wait_that_is_over_leaves_the_other_waits_for_the_node(one: Cluster):
+    one.submit()
+    longer = asyncio.create_task(one.dispatcher.wait_drained(A, 3600.0))
+    await turn()
+    assert await one.dispatcher.wait_drained(A, 0.0) == 1
+    one.finish()
+    async with asyncio.timeout(10):
+        assert await longer == 0
 
 
 async def test_drain_completes_when_requests_finish(one: Cluster):
@@ -1175,6 +1269,59 @@ async def test_count_leaks_counts_reservations_and_holds_without_a_request():
     assert cluster.dispatcher.count_leaks() == 0
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+def list_parts(root: object) -> list[object]:
+    """Return all collections and parts of the router that belong to an object, without the history of requests."""
+    seen, left = {id(root): root}, [root]
+    while left:
+        for part in gc.get_referents(left.pop()):
+            known = type(part).__module__.startswith("router.") and not isinstance(part, DecisionLog | type)
+            if (known or isinstance(part, dict | list | tuple | set | deque)) and id(part) not in seen:
+                seen[id(part)] = part
+                left.append(part)
+    return list(seen.values())
+
+
+async def test_a_node_that_is_forgotten_is_in_no_part_of_the_dispatcher(two: Cluster):
+    gone = NodeId("the-node-that-goes")
+    two.nodes = (A, gone)
+    two.memory = {A: a_memory(MIB), gone: a_memory()}
+    two.report()
+    request = two.submit()
+    assert request.node == gone
+    two.speak()
+    two.submit()
+    two.refuse(room=1)
+    two.say(lambda number: Failed(number, FailureCode.ENGINE_ERROR, "broken"), request=request.attempt)
+    two.dispatcher.handle_lost_node(gone, "gone")
+    two.nodes = (A,)
+    two.report()
+    two.dispatcher.remove_node(gone)
+    await turn()
+
+    def find_node() -> list[object]:
+        maps = [part for part in list_parts(two.dispatcher) if isinstance(part, dict | set)]
+        return [part for part in maps if gone in part or any(isinstance(key, tuple) and gone in key for key in part)]
+
+    assert find_node() == []
+
+
+async def test_ended_requests_leave_nothing_in_the_dispatcher(two: Cluster):
+    kept = two.submit()
+    sizes: list[int] = []
+    for _ in range(3):
+        for number in range(20):
+            request = two.submit(key=f"k{number}")
+            two.speak()
+            two.dispatcher.sweep()
+            two.finish()
+            two.dispatcher.close(request)
+        two.dispatcher.sweep()
+        two.dispatcher.usage.drain()
+        sizes.append(len(list_parts(two.dispatcher)))
+    assert sizes[1] == sizes[2]
+    two.dispatcher.close(kept)
 
 
 async def test_a_node_that_is_forgotten_leaves_no_counts(two: Cluster):

@@ -8,9 +8,10 @@ import pytest
 from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
 from router.dispatch.request import PULL
 from router.dispatch.request_state import RequestState
-from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, full, roomy, turn
 from wire.refusals import RefusalCode, Refused
+from wire.units import GIB
 
 PULLING = Refused(RefusalCode.NOT_READY, "tiny is being pulled (25% of 4.0 GiB)", None, 12.0)
 
@@ -50,6 +51,14 @@ async def test_a_request_waits_for_the_pull_and_starts_with_the_model(pulling: P
     assert [node for node, _ in pulling.generates()] == [A]
     assert request.answer.waits_for == ""
     pulling.finish()
+    pulling.dispatcher.close(request)
+
+
+async def test_a_late_sweep_does_not_end_a_wait_for_a_pull(pulling: PullingCluster) -> None:
+    request = pulling.submit()
+    pulling.now += 35.0
+    pulling.dispatcher.sweep()
+    assert (request.outcome, request.deadline) == (None, pulling.now + 10.0)
     pulling.dispatcher.close(request)
 
 
@@ -120,4 +129,79 @@ async def test_sends_without_a_link_do_not_count_against_a_request_at_its_deadli
     assert (request.state, request.node) == (RequestState.SENT, A)
     cluster.finish()
     cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_the_placement_of_a_queued_request_is_recorded_when_it_starts(two: Cluster) -> None:
+    full(two, A, B)
+    request = two.submit()
+    roomy(two, B)
+    await turn()
+    assert request.node == B
+    decisions = two.dispatcher.history.find_decisions(request.spec.request_id)
+    assert [decision.chosen for decision in decisions] == [None, B]
+    two.finish()
+
+
+async def test_a_hold_is_on_the_node_that_lacks_the_fewest_bytes(two: Cluster) -> None:
+    two.memory = {A: a_memory(GIB // 4), B: a_memory(GIB // 8)}
+    two.report()
+    large = two.submit(prompt_tokens=4000)
+    for room in (8, 16):
+        two.now += 6.0
+        two.memory[B] = a_memory(GIB // room)
+        two.report()
+        await turn()
+        assert two.dispatcher.ledger.find_hold_node(large.number) == A
+    two.dispatcher.close(large)
+
+
+async def test_a_hold_moves_from_a_node_that_is_lost_to_a_ready_one(two: Cluster) -> None:
+    two.memory = {A: a_memory(GIB // 4), B: a_memory(GIB // 8)}
+    two.report()
+    large = two.submit(prompt_tokens=4000)
+    two.now += 6.0
+    two.report()
+    await turn()
+    assert two.dispatcher.ledger.find_hold_node(large.number) == A
+    two.state[A] = "lost"
+    two.report()
+    await turn()
+    assert two.dispatcher.ledger.find_hold_node(large.number) == B
+    two.dispatcher.close(large)
+
+
+async def test_a_request_that_lost_its_node_gets_a_hold_as_soon_as_one_is_possible(two: Cluster) -> None:
+    two.state[B] = "lost"
+    two.report()
+    request = two.submit()
+    two.speak()
+    two.state[A] = "lost"
+    two.report()
+    two.dispatcher.handle_lost_node(A, "cable")
+    assert (request.state, two.dispatcher.ledger.find_hold_node(request.number)) == (RequestState.QUEUED, None)
+    two.state[B] = "ready"
+    full(two, B)
+    await turn()
+    assert two.dispatcher.ledger.find_hold_node(request.number) == B, "at once, and not after five seconds"
+    two.dispatcher.close(request)
+
+
+async def test_a_full_node_that_refused_a_request_gets_it_again_after_its_next_report() -> None:
+    cluster = Cluster(A, B)
+    held = [cluster.submit() for _ in range(8)]
+    full(cluster, A, B)
+    request = cluster.submit(key="other")
+    first = request.node
+    assert first is not None
+    cluster.refuse()
+    second = request.node
+    assert {first, second} == {A, B}
+    cluster.report(first)
+    cluster.refuse()
+    assert request.node == first
+    cluster.refuse()
+    assert request.state is RequestState.QUEUED, "both have refused, and none has reported since"
+    for one in (*held, request):
+        cluster.dispatcher.close(one)
     cluster.settled()
