@@ -1,8 +1,9 @@
 """A dispatcher with a manual clock and manual nodes: frames in, frames out, on a loop but without sockets."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from router.admission.cache_scope import CacheScopes
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
@@ -33,9 +34,9 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
 class Cluster:
-    """A dispatcher with a manual clock and manual nodes."""
+    """A dispatcher with a manual clock and manual nodes. All keys share the system prompts `prompts`."""
 
-    def __init__(self, *nodes: NodeId, **settings: object) -> None:
+    def __init__(self, *nodes: NodeId, prompts: Iterable[str] = (), **settings: object) -> None:
         self.now = 100.0
         self.sent: list[tuple[NodeId, Frame]] = []
         self.cut: set[NodeId] = set()
@@ -57,6 +58,7 @@ class Cluster:
             clock=lambda: self.now,
             draw=lambda: 0.5,
             quotas=RateLimits(self.limits.get),
+            scopes=CacheScopes(prompts=prompts),
             on_failure=lambda request, code: self.failures.append((request.spec.request_id, code)),
         )
         self.nodes = nodes

@@ -9,7 +9,7 @@ from router.admission.usage import UsageTotals
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
 from router.dispatch.counters import OTHER
-from router.dispatch.request import RequestFailure, RequestSpec
+from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_state import RequestState
 from router.placement.candidate import ResourceDemand
 from router.upstreams import UpstreamSettings
@@ -98,6 +98,10 @@ async def test_a_forbidden_upstream_takes_no_request(
     cluster: Cluster, limits: KeyLimits, may_leave: bool, why: str
 ) -> None:
     cluster.limits["k"] = limits
+    for _ in range(MAX_FAULTS):
+        cluster.dispatcher.upstreams.record_end("home", 1, "failed", fault="broken")
+        cluster.now += SAME_FAULT_SECONDS + 1
+    cluster.report()
     waiting = ask(cluster, may_leave=may_leave)
     assert (waiting.state, waiting.answer.upstream) == (RequestState.QUEUED, "")
     refused = ask(cluster, "lonely", may_leave=may_leave)
@@ -132,3 +136,24 @@ async def test_an_upstream_is_paused_after_faults_and_asked_again_with_one_reque
     assert ask(cluster, key="other").state is RequestState.QUEUED
     cluster.dispatcher.upstreams.record_end("home", probe.number, "cancelled")
     assert ask(cluster, key="third").answer.upstream == "home", "a probe without a result is made again"
+
+
+async def test_a_cancelled_request_clears_no_faults_of_the_upstream(cluster: Cluster) -> None:
+    for fault in range(MAX_FAULTS):
+        cluster.now += SAME_FAULT_SECONDS + 1
+        cluster.report()
+        fail(cluster)
+        request = ask(cluster)
+        assert (request.answer.upstream == "home") is (fault + 1 < MAX_FAULTS)
+        cluster.dispatcher.upstreams.record_end("home", request.number, "cancelled")
+        cluster.dispatcher.close(request)
+    assert cluster.dispatcher.upstreams.find_obstacle("home").endswith("the last one: no answer")
+
+
+async def test_the_end_of_a_request_that_its_client_cancelled_is_ignored(cluster: Cluster) -> None:
+    request = ask(cluster)
+    cluster.dispatcher.close(request)
+    cluster.dispatcher.upstreams.end_request(request, Finished(0, ("stop",), 7, 3))
+    assert request.outcome is CANCELLED
+    assert not any(cluster.dispatcher.counters.illegal_events.values())
+    assert cluster.dispatcher.counters.requests == {"cancelled": 1}

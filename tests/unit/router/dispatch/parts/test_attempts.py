@@ -3,16 +3,20 @@
 import struct
 
 import pytest
+from msgspec.structs import replace
 
+from router.dispatch.circuit_breaker import MAX_FAULTS, MIN_OPEN_SECONDS, SAME_FAULT_SECONDS
 from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
 from router.dispatch.request import EmbeddingInput, RequestFailure, RequestSpec
 from router.dispatch.request_state import RequestState
 from router.placement.candidate import ResourceDemand
-from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, roomy, turn
-from wire.frames import Embed, Finished, GenerationParams, Vectors
+from wire.frames import Embed, Failed, Finished, GenerationParams, Message, Vectors
 from wire.identity import NodeId
 from wire.models.kind import ModelKind
+from wire.refusals import FailureCode
+from wire.units import GIB
 
 
 async def test_requests_on_other_nodes_are_untouched_by_a_loss(two: Cluster) -> None:
@@ -99,3 +103,43 @@ async def test_a_request_that_all_nodes_refused_is_queued_and_sent_after_a_repor
     cluster.finish()
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+async def test_a_cancelled_probe_lets_the_next_request_probe_the_node(one: Cluster) -> None:
+    for _ in range(MAX_FAULTS):
+        one.submit()
+        one.say(lambda number: Failed(number, FailureCode.ENGINE_ERROR, "broken"))
+        one.now += 2 * SAME_FAULT_SECONDS
+        one.report()
+    one.now += MIN_OPEN_SECONDS
+    one.report()
+    probe, other = one.submit(), one.submit()
+    assert (probe.node, other.node) == (A, None)
+    one.dispatcher.close(probe)
+    await turn()
+    assert other.node == A
+    one.finish()
+
+
+async def test_a_shared_system_prompt_is_marked_for_the_engine() -> None:
+    cluster = Cluster(A, prompts=("be brief",))
+    chat = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (), GenerationParams(), 0, stream=True)
+    for text, shared in (("be brief", True), ("be long", False)):
+        messages = (Message("system", text), Message("user", "hi"))
+        cluster.dispatcher.submit(replace(chat, messages=messages))
+        assert cluster.generates()[-1][1].shared is shared
+        cluster.finish()
+    cluster.dispatcher.shutdown()
+
+
+async def test_weights_that_were_not_reserved_are_not_released(one: Cluster) -> None:
+    one.models = (a_model(weights=8 * GIB, loaded=False), a_model("idle", weights=8 * GIB))
+    one.memory[A] = a_memory(GIB)
+    one.report()
+    request = one.submit()
+    assert request.node == A, "only the node can tell whether it can unload the idle model"
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) == 0
+    one.models = (a_model(weights=8 * GIB, loaded=False, loading=True), a_model("idle", loaded=False))
+    one.report()
+    assert one.dispatcher.ledger.get_unacknowledged_bytes(A) == 0
+    one.finish()

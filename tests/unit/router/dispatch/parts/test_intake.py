@@ -7,7 +7,7 @@ from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from router.profiles import ProfileSettings
 from tests.support.cluster.manual_pool import A, Cluster
-from wire.frames import NO_REPETITION_PENALTY, GenerationParams, Message
+from wire.frames import NO_REPETITION_PENALTY, Admitted, GenerationParams, Message
 
 CHAT = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
 
@@ -58,3 +58,51 @@ async def test_the_template_of_a_profile_is_for_conversations_only(spec: Request
     assert (frame.model, frame.params.max_tokens, frame.template) == ("tiny", 9, template)
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+@pytest.mark.parametrize(("default_limit", "sent"), [(True, 9), (False, 16)])
+async def test_a_profile_replaces_the_limit_of_the_dialect_but_not_that_of_the_client(default_limit: bool, sent: int):
+    cluster = Cluster(A, profiles={"brief": ProfileSettings(max_tokens=9)})
+    demand = ResourceDemand("tiny:brief", 100, max_tokens=16)
+    params = GenerationParams(max_tokens=16)
+    cluster.dispatcher.submit(replace(CHAT, demand=demand, params=params, default_limit=default_limit))
+    frame = cluster.generates()[-1][1]
+    assert (frame.params.max_tokens, frame.expected) == (sent, sent)
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+LONG = replace(CHAT, demand=ResourceDemand("tiny", 8000), messages=(Message("user", "x" * 8000),))
+
+
+@pytest.mark.parametrize(
+    ("spec", "shares"),
+    [
+        (LONG, True),
+        (replace(LONG, tools="[1]"), False),
+        (replace(LONG, template='{"think":true}'), False),
+        (replace(LONG, key="other"), False),
+    ],
+)
+async def test_only_the_same_prompt_of_the_same_key_is_cached(two: Cluster, spec: RequestSpec, shares: bool):
+    first = two.dispatcher.submit(LONG)
+    where, _ = two.last()
+    two.say(lambda number: Admitted(number, 2000, 0, b"hash"))
+    two.finish()
+    second = two.dispatcher.submit(spec)
+    assert dict(second.cached_shares) == ({where: 1.0} if shares else {})
+    for request in (first, second):
+        two.dispatcher.close(request)
+
+
+async def test_a_session_is_remembered_for_a_short_prompt_and_not_for_one_of_token_ids(two: Cluster):
+    first = two.dispatcher.submit(replace(CHAT, session="s"))
+    where, _ = two.last()
+    two.say(lambda number: Admitted(number, 25, 0, b"hash"))
+    two.finish()
+    others = (replace(CHAT, session="s", messages=(Message("user", "ho"),)), replace(CHAT, session="t"))
+    ids = replace(CHAT, messages=(), ids=(1, 2), session="s")
+    again, short, of_ids = (two.dispatcher.submit(spec) for spec in (*others, ids))
+    assert [dict(request.cached_shares) for request in (again, short, of_ids)] == [{where: 1.0}, {where: 1.0}, {}]
+    for request in (first, again, short, of_ids):
+        two.dispatcher.close(request)

@@ -115,3 +115,16 @@ async def test_an_answer_that_no_node_can_resume_names_another_model_of_the_same
     assert ("a different model with the name tiny (`cluster models`)" in outcome.message) is explained
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+async def test_a_node_that_has_left_cannot_continue_an_answer(two: Cluster) -> None:
+    request = two.submit()
+    two.speak("hello")
+    assert isinstance(request.answer, StreamedAnswer)
+    request.answer.take_deltas()
+    lost, _ = two.last()
+    two.state[B if lost == A else A] = "left"
+    two.report()
+    two.dispatcher.handle_lost_node(lost, "cable")
+    assert isinstance(request.outcome, RequestFailure)
+    assert request.outcome.code == FailureCode.NODE_LOST

@@ -2,8 +2,9 @@
 
 from router.placement.recovery import MAX_LOSSES
 from tests.support.cluster.loopback_cluster import a_model
-from tests.support.cluster.manual_pool import A, B, Cluster, full
-from wire.frames import Finished
+from tests.support.cluster.manual_pool import A, B, Cluster, full, taken
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
+from wire.frames import Delta, Deltas, Finished
 
 
 async def test_a_request_that_moved_as_often_as_allowed_finishes_where_it_is(two: Cluster) -> None:
@@ -41,4 +42,35 @@ async def test_an_answer_that_cannot_resume_stays_although_its_client_has_nothin
     two.speak("hello")
     assert two.dispatcher.migrate_node(here) == 1
     assert (request.node, len(two.generates())) == (here, 1)
+    two.finish()
+
+
+async def test_a_migrated_request_knows_its_tokens_and_is_recorded(two: Cluster) -> None:
+    request = two.submit()
+    here, number = two.last()
+    two.say(lambda _: Deltas((Delta(number, 0, tuple(range(100)), ((0, "x"),)),)))
+    assert two.dispatcher.migrate_node(here) == 0
+    there, frame = two.generates()[-1]
+    assert there != here
+    assert (frame.resume, frame.expected) == ((tuple(range(100)),), 100 + KV_GROWTH_TOKENS)
+    assert request.demand.known_tokens == 100
+    assert [(what, node) for _, what, node in request.steps] == [
+        ("sent", f"node-{here}"),
+        ("first token", f"node-{here}"),
+        ("resumed", f"node-{there}"),
+        ("migrated", f"node-{here}"),
+    ]
+    decisions = two.dispatcher.history.find_decisions(request.spec.request_id)
+    assert [decision.chosen for decision in decisions] == [here, there]
+    assert two.dispatcher.ledger.get_account(there).pending_prefills == {}, "no first token is expected"
+    two.finish()
+
+
+async def test_an_answer_without_ids_that_the_client_has_begun_to_read_stays(two: Cluster) -> None:
+    request = two.submit()
+    here, number = two.last()
+    two.say(lambda _: Deltas((Delta(number, 0, (), ((0, "x"),)),)))
+    assert taken(request) == ["x"]
+    assert two.dispatcher.migrate_node(here) == 1
+    assert request.node == here
     two.finish()

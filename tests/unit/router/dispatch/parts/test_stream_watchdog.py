@@ -81,3 +81,14 @@ async def test_a_collected_answer_ends_above_its_maximum_of_characters() -> None
     assert cluster.dispatcher.counters.slow_clients == 0
     cluster.dispatcher.shutdown()
     cluster.settled()
+
+
+async def test_an_answer_of_an_upstream_gets_no_keepalive() -> None:
+    cluster = Cluster(A, keepalive_seconds=10.0)
+    _, answer = submit_stream(cluster)
+    answer.set_blocked(False)
+    answer.set_upstream("cloud")
+    sweep(cluster, 30.0)
+    assert not answer.keepalive_due
+    cluster.dispatcher.shutdown()
+    cluster.settled()
