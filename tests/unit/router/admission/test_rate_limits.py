@@ -360,3 +360,24 @@ def test_the_end_of_a_request_releases_the_bytes_of_all_its_texts():
         assert one.admit("k", texts, 0.0) == 0
         assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=51), 0.0), Refused)
         one.record_end("k", texts, 0, 0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "unit"),
+    [
+        ({"concurrency": 3}, 3, "open"),
+        ({"requests_per_minute": 3, "tokens_per_minute": 1}, 3, "per minute"),
+        ({"concurrency": 3, "requests_per_minute": 2}, 3, "open"),
+        ({}, 4, "open"),
+    ],
+)
+def test_a_body_with_more_prompts_than_its_key_can_ever_have_is_refused(limits: dict[str, Any], most: int, unit: str):
+    one = RateLimits({"k": KeyLimits(**limits)}.get, RouterSettings(max_requests_per_key=4))
+    assert one.refuse_prompts("k", min(limits.values(), default=most) if unit == "open" else most) is None
+    answer = one.refuse_prompts("k", most + 1)
+    assert isinstance(answer, Refused)
+    assert answer.code is RefusalCode.INVALID
+    assert answer.message == (
+        f"{most + 1} prompts are {most + 1} requests, and the limit of this API key is {most} {unit}: send at most "
+        f"{most} prompts in one body"
+    )

@@ -101,6 +101,44 @@ def test_the_choice_does_not_depend_on_the_order_and_some_node_has_it(held: list
     assert not able or chosen <= able
 
 
+def test_the_served_version_of_a_model_is_selected_although_another_node_is_first():
+    view = ClusterView((node("a", "x"), node("b", "y"), node("c", "y")))
+    for models_by_name in (view.get_models(), view.get_served_models(), view.get_loaded_models()):
+        assert models_by_name["tiny"].fingerprint == "y"
+
+
+def test_a_model_that_no_node_can_load_is_known_but_not_served():
+    view = ClusterView((node("a", "x", cause="truncated", loaded=False),))
+    assert (list(view.get_models()), list(view.get_served_models()), list(view.get_loaded_models())) == (
+        ["tiny"],
+        [],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("qwen/Model-X", "qwen/Model-X"),
+        ("QWEN/model-x", "qwen/Model-X"),
+        ("openrouter/qwen/model-x", "qwen/Model-X"),
+        ("a/b/tiny", "tiny"),
+        ("a/b/c/tiny", "tiny"),
+        ("a/b/c/d/tiny", "a/b/c/d/tiny"),
+        ("model-x", "model-x"),
+    ],
+)
+def test_a_name_is_found_regardless_of_case_and_of_up_to_three_provider_parts(asked: str, found: str):
+    models = {name: a_model(name) for name in ("qwen/Model-X", "tiny")}
+    assert ClusterView((replace(node("a", "x"), models=models),)).resolve_name(asked) == found
+
+
+def test_of_names_that_differ_in_case_the_first_in_order_is_found():
+    models = {name: a_model(name) for name in ("tiny", "TINY", "Tiny")}
+    view = ClusterView((replace(node("a", "x"), models=models),))
+    assert [view.resolve_name(name) for name in ("tiny", "tINY")] == ["tiny", "TINY"]
+
+
 @pytest.fixture
 async def three():
     cluster = Cluster(A, B, C)

@@ -11,6 +11,7 @@ from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
+from wire.models.version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState, Memory, Model
 from wire.units import GIB
@@ -34,7 +35,9 @@ def known(**changes: Any) -> Model:
     return a_model(**facts | changes)
 
 
-def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> LoadPlacement | Refused:
+def pick(
+    *nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None, version: ModelVersion | None = None
+) -> LoadPlacement | Refused:
     return choose_load_node(
         ClusterView(nodes),
         "tiny",
@@ -44,6 +47,7 @@ def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Loa
         policy=POLICIES["balanced"],
         corrections={},
         tried=tried or {},
+        version=version,
     )
 
 
@@ -69,6 +73,24 @@ def test_choose_load_node_falls_back_to_a_node_with_the_model():
 
 def test_choose_load_node_takes_a_node_that_loads_the_model():
     assert pick(node("at-it", known(loading=True), a_memory(0))) == LoadPlacement(NodeId("at-it"), "at-it")
+
+
+def test_choose_load_node_prefers_a_loaded_model_to_one_that_is_being_loaded_and_then_the_most_headroom():
+    loading, loaded = node("loading", known(loading=True), a_memory(2 * GIB)), node("loaded", a_model(), a_memory(GIB))
+    roomier = node("roomier", a_model(), a_memory(2 * GIB))
+    assert pick(loading, loaded) == LoadPlacement(NodeId("loaded"), "loaded", loaded=True)
+    assert name(pick(loaded, roomier)) == name(pick(roomier, loaded)) == "roomier"
+
+
+def test_choose_load_node_takes_a_node_with_the_model_whose_memory_cannot_be_read():
+    unreadable = a_memory(phys=None, current=None, headroom=None)
+    assert name(pick(node("blind", a_model(), unreadable))) == "blind"
+
+
+def test_choose_load_node_takes_only_the_served_version():
+    nodes = node("a", known(fingerprint="x", load_seconds=1.0)), node("b", known(fingerprint="y", load_seconds=9.0))
+    assert name(pick(*nodes)) == "a"
+    assert name(pick(*nodes, version=ModelVersion("y"))) == "b"
 
 
 def test_choose_load_node_takes_a_full_node_with_idle_models():
@@ -106,9 +128,11 @@ def test_choose_load_node_skips_unavailable_nodes(change: dict[str, Any], model:
 
 def test_choose_load_node_skips_nodes_that_refused():
     first, second = node("first", known(load_seconds=1.0)), node("second", known(load_seconds=9.0))
-    told = Refused(RefusalCode.NO_ROOM, "a spike")
+    told = Refused(RefusalCode.NO_ROOM, "a spike", None, 5.0)
     assert name(pick(first, second, tried={NodeId("first"): told})) == "second"
-    assert isinstance(pick(first, second, tried={NodeId("first"): told, NodeId("second"): told}), Refused)
+    answer = pick(first, second, tried={NodeId("first"): told, NodeId("second"): told})
+    assert isinstance(answer, Refused)
+    assert (answer.code, answer.retry_after) == (RefusalCode.NO_ROOM, 5.0)
 
 
 def test_an_unknown_model_is_a_404():

@@ -706,6 +706,20 @@ def test_a_text_that_takes_more_to_tokenize_than_to_decode_needs_that():
     assert found.need == estimate_tokenize_bytes(text, context=100_000) > estimate_request_need(small, 100_000, 1)
 
 
+@pytest.mark.parametrize(("state", "counted"), [({"loading": True}, 16 * GIB), ({}, 0)])
+def test_a_text_is_tokenized_in_the_memory_of_weights_that_are_not_loaded_yet(state: dict[str, Any], counted: int):
+    small = a_model(kv_per_token=1, transient=0, context=100_000, weights=16 * GIB, loaded=False, **state)
+    (found,) = decide(node("a", None, small), ask=ResourceDemand("tiny", 400_000)).candidates
+    assert found.need == estimate_request_need(small, 100_000, 1) - counted
+
+
+def test_all_texts_of_a_request_are_tokenized_together():
+    small = a_model(kv_per_token=1, transient=0, context=100_000, features=("embed",))
+    ask = ResourceDemand("tiny", 100, max_tokens=1, kind=ModelKind.EMBED, other_bytes=399_900)
+    (found,) = decide(node("a", None, small), ask=ask).candidates
+    assert found.need == estimate_tokenize_bytes(400_000, context=100_000)
+
+
 def test_a_node_without_guard_fits_every_request():
     (found,) = decide(node("a", a_memory(guard=False))).candidates
     (blind,) = decide(node("a", a_memory(guard=False, phys=None, current=None, headroom=None))).candidates

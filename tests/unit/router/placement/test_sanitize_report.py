@@ -10,7 +10,9 @@ from router.placement.cluster_view import NodeView
 from router.placement.sanitize_report import (
     MAX_BYTES,
     MAX_CONTEXT,
+    MAX_EVICTIONS,
     MAX_EXPECTED_OUTPUT,
+    MAX_HASH_BYTES,
     MAX_KV_STEP,
     MAX_LOAD_SECONDS,
     MAX_TEXT_CHARS,
@@ -19,13 +21,15 @@ from router.placement.sanitize_report import (
     UNMEASURED_PREFILL,
     build_node_view,
     sanitize_memory,
+    sanitize_video,
 )
 from wire.capacity.arithmetic import Fits, estimate_request_need, judge
 from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.machine import SystemMemory
-from wire.report import BatchGroup, EngineState, Memory, MemoryLevel, Model, TransientModel
+from wire.machine import Disk, SystemMemory
+from wire.report import BatchGroup, CacheState, EngineState, Memory, MemoryLevel, Model, TransientModel
+from wire.video import LeaseState, VideoState
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -274,3 +278,21 @@ def test_another_engine_process_or_link_is_another_life_of_a_node():
     lives = {life(epoch, restarts, recycles) for epoch in (1, 2) for restarts in (0, 1) for recycles in (0, 1)}
     assert len(lives) == 8
     assert life(1, 0, 0, reported_at=9.0, cordoned=True) == life(1, 0, 0), "a report is no other life"
+
+
+def test_the_newest_evictions_are_read():
+    hashes = tuple(bytes([number]) * 40 for number in range(MAX_EVICTIONS + 6))
+    view = seen(Report(0, Memory(), EngineState(cache=CacheState(evictions=99, evicted=hashes))))
+    assert view.engine.cache.evicted == tuple(one[:MAX_HASH_BYTES] for one in hashes[6:])
+    assert view.engine.cache.evictions == 99
+
+
+def test_the_disk_and_the_illegal_events_of_a_report_are_passed_on():
+    view = seen(Report(0, Memory(), EngineState(), illegal_events=3, disk=Disk(5, 9, "/cache\n")))
+    assert (view.illegal_events, view.disk) == (3, Disk(5, 9, "/cache?"))
+
+
+def test_a_lease_has_possible_numbers_and_a_printable_job():
+    lease = LeaseState("l1", 1, "job\n", -5, "denoising\n", 250, -1, -2, -3, 2**62)
+    (found,) = sanitize_video(VideoState(leases=(lease, replace(lease, lease="no lease")))).leases
+    assert found == LeaseState("l1", 1, "job?", 0, "denoising?", 100, 0, 0, 0, MAX_BYTES)
