@@ -8,13 +8,14 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from router.admission.rate_limits import DEFAULT_ANSWER_TOKENS, KeyLimits
+from router.admission.rate_limits import BYTES_PER_TOKEN, DEFAULT_ANSWER_TOKENS, KeyLimits
 from router.admission.usage import UsageTotals
-from router.dispatch.accounting import INPUT_TOKENS, QUOTING, UNSENT_TOKENS
+from router.dispatch.accounting import INPUT_TOKENS, MESSAGE_TOKENS, QUOTING, TEMPLATE_TOKENS, UNSENT_TOKENS
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.request import SLOW, EmbeddingInput, RequestFailure, RequestSpec
 from router.placement.candidate import ResourceDemand
+from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, full, roomy, turn
 from wire.frames import (
@@ -98,6 +99,41 @@ async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
         (0.0, "sent", "node-a"),
         (2.0, "first token", "node-a"),
     ]
+
+
+async def test_the_history_of_a_failed_request_has_its_prompt_and_its_ignored_fields(one: Cluster):
+    spec = RequestSpec(ResourceDemand("tiny", 100), "k", "r1", (), GenerationParams(), 0, True, ignored=("user",))
+    for tokens in (None, 25):
+        request = one.dispatcher.submit(spec)
+        if tokens is not None:
+            one.say(lambda number: Admitted(number, 25, 10))
+        one.dispatcher.close(request)
+        record = one.dispatcher.history.records[-1]
+        assert (record.prompt_tokens, record.ignored) == (tokens, ("user",))
+
+
+async def test_the_end_of_a_request_returns_the_tokens_and_bytes_with_which_it_was_admitted():
+    cluster = Cluster(A)
+    quotas = cluster.dispatcher.quotas
+    first = ask(cluster)
+    left = RouterSettings().max_prompt_tokens_per_key - 100 // BYTES_PER_TOKEN
+    for _ in range(20):
+        request = ask(cluster)
+        cluster.say(lambda number: Admitted(number, 3000, 10))
+        cluster.dispatcher.close(request)
+    assert isinstance(quotas.admit("k", ResourceDemand("tiny", prompt_tokens=left), 0.0), int)
+    assert isinstance(quotas.admit("k", ResourceDemand("tiny", prompt_tokens=1), 0.0), Refused)
+    cluster.dispatcher.close(first)
+
+
+async def test_a_prompt_may_have_the_tokens_of_the_template_for_each_message(one: Cluster):
+    messages = (Message("user", "hi"),) * 3
+    request = one.dispatcher.submit(
+        RequestSpec(ResourceDemand("tiny", 100), "k", "r1", messages, GenerationParams(), 0, stream=True)
+    )
+    one.say(lambda number: Admitted(number, 10**6, 0))
+    assert request.prompt_counts == (100 + TEMPLATE_TOKENS + 3 * MESSAGE_TOKENS, 0)
+    one.dispatcher.close(request)
 
 
 async def test_of_several_tokens_in_one_step_each_is_counted_for_its_node(one: Cluster):

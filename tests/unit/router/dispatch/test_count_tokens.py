@@ -14,6 +14,7 @@ from router.profiles import ProfileSettings
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from tests.support.cluster.manual_pool import turn
+from wire.capacity.fairness import WeightedKey
 from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
@@ -55,6 +56,30 @@ async def test_count_of_an_invalid_prompt_is_tried_once():
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (400, "template_failed")
     assert sum(map(counted, nodes)) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "asked"),
+    [(RefusalCode.OVER_SHARE, 1), (RefusalCode.INVALID, 1), (RefusalCode.NO_ROOM, 2), (RefusalCode.NO_MODEL, 2)],
+)
+async def test_only_a_refusal_of_a_single_node_is_followed_by_the_next_node(code: RefusalCode, asked: int):
+    nodes = [LoopbackNode(name, refusal=Refused(code, "no")) for name in ("a", "b")]
+    found = await count_prompt_tokens(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.code, sum(map(counted, nodes))) == (code.value, asked)
+
+
+async def test_a_count_has_the_weight_of_its_key_and_a_refusal_names_the_first_node():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.limits = {"k": KeyLimits(priority="high")}.get
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    (frame,) = (frame for frame in node.heard if isinstance(frame, CountTokens))
+    assert frame.weighted_key == WeightedKey("k", 16)
+    lost = LoopbackCluster(LoopbackNode("first", state="lost"), LoopbackNode("second", state="asleep"))
+    found = await count_prompt_tokens(lost.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert found.message.startswith("first is lost")
 
 
 async def test_count_skips_cordoned_and_lost_nodes():

@@ -160,6 +160,29 @@ def test_decision_of_a_large_cluster_keeps_the_chosen_node_within_the_limit(plac
     assert [row["name"] for row in decision.to_rows() if row["chosen"]] == ["fast"]
 
 
+def test_a_refusal_has_the_number_of_all_nodes():
+    (decision,) = kept(decided(*(a_node(str(number), a_memory(0)) for number in range(MAX_CANDIDATES_KEPT + 4))))
+    assert (len(decision.candidates), decision.nodes) == (MAX_CANDIDATES_KEPT, MAX_CANDIDATES_KEPT + 4)
+
+
+def test_lines_are_those_of_the_time_of_the_call():
+    history, result = DecisionLog(), decided(FAST_AND_SMALL)
+    for name in ("first", "second"):
+        history.record_decision(0.0, name, "k", ASK, result, 1)
+    lines = history.encode_lines()
+    names = [parse_line(next(lines)).request_id]
+    history.record_decision(0.0, "later", "k", ASK, result, 1)
+    assert names + [parse_line(line).request_id for line in lines] == ["first", "second"]
+
+
+def test_replay_counts_an_equal_node_as_the_same_choice():
+    twins = decided(a_node("a", a_memory()), a_node("b", a_memory()))
+    (decision,) = kept(twins)
+    for draws in ((0.1, 0.9), (0.9, 0.1)):
+        result = replay([decision], POLICIES["balanced"], iter(draws).__next__)
+        assert (result.same, result.instead) == (1, ())
+
+
 def test_the_rings_are_bounded():
     history, result = DecisionLog(), decided(FAST_AND_SMALL)
     for number in range(MAX_DECISIONS_KEPT + 10):

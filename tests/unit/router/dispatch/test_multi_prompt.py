@@ -59,7 +59,8 @@ def test_choices_are_counted_through_and_nothing_is_lost_or_mixed(said: list[tup
     for delta in joined.take_deltas():
         found[delta.choice] = found.get(delta.choice, "") + delta.pieces[0][1]
     assert found == expected
-    answer = whole.build_answer()
+    answer = whole.build_answer("tiny-1")
+    assert answer.fingerprint == "tiny-1"
     assert {choice: text for (choice, _), text in answer.texts.items()} == expected
     assert {
         choice: b"".join(one.token for one in logprobs).decode() for choice, logprobs in answer.logprobs.items()
