@@ -23,6 +23,7 @@ def test_every_parameter_arrives():
         max_tokens=9, temperature=0.5, top_p=0.75, top_k=7, stop=("END", "x")
     )
     assert asked(MessagesRoute(), max_tokens=-1, messages=HELLO)[1].params == GenerationParams()
+    assert params(top_k=-1).top_k == 0
     assert params(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).one_call is True
     assert params(tools=[TOOL], tool_choice={"type": "auto"}).one_call is False
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.admission.request_limits import MAX_TOKENS, TEMPLATE_BYTES
+from router.admission.request_limits import MAX_CALLS, MAX_TOKENS, TEMPLATE_BYTES
 from router.dialects.openai.chat import ChatRequest, parse
 from router.dialects.openai.chat_schema import HARMLESS, INSTEAD, NEUTRAL
 from router.dialects.shared.common_fields import MIN_TOP_P
@@ -604,3 +604,39 @@ def test_any_accepted_body_can_be_encoded_as_a_frame(fields: dict[str, object]):
     else:
         assert found.status == 400
         assert found.message
+
+
+def test_calls_in_parts_precede_those_in_the_field_and_count_with_them():
+    part = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    call = {"id": "b", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    message = {"role": "assistant", "content": [part], "tool_calls": [call]}
+    (found,) = good(body(messages=[message])).messages
+    assert found.tool_calls == (ToolCall("a", "look", "{}"), ToolCall("b", "look", "{}"))
+    full = message | {"tool_calls": [call] * (MAX_CALLS - 1)}
+    assert len(good(body(messages=[full])).messages[0].tool_calls) == MAX_CALLS
+    problem = bad(body(messages=[full | {"content": [part] * 2}]))
+    assert (problem.message, problem.param) == (f"a message has at most {MAX_CALLS} tool calls", "messages[0].content")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning"),
+    [
+        ({"reasoning_content": "one", "reasoning": "two"}, "one"),
+        ({"reasoning": "two"}, "two"),
+        ({"reasoning_content": "", "reasoning": ""}, "three\nfour"),
+    ],
+)
+def test_reasoning_in_parts_is_used_only_without_the_fields(fields: dict[str, str], reasoning: str):
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "th"}, {"type": "text", "text": "ree"}]}
+    parts = [thought, {"type": "reasoning", "text": "four"}, {"type": "text", "text": "hi"}]
+    (found,) = good(body(messages=[{"role": "assistant", "content": parts, **fields}])).messages
+    assert (found.content, found.reasoning) == ("hi", reasoning)
+
+
+def test_all_parts_of_a_body_reach_the_dispatcher():
+    raw = body(user="u", presence_penalty=0, stream=True, metadata={"a": "b"}, chat_template_kwargs={"persona": "x"})
+    job = good(raw).to_spec("k", "r", 7)
+    assert (job.key, job.request_id, job.created, job.stream, job.include_usage) == ("k", "r", 7, True, False)
+    assert (job.session, job.ignored, job.set_penalties) == ("u", ("metadata",), {"presence_penalty"})
+    assert (job.template, job.tools, job.messages) == ('{"persona":"x"}', "", (Message("user", "hello"),))
+    assert good(body(stream=True, stream_options={"include_usage": True})).to_spec("k", "r", 7).include_usage

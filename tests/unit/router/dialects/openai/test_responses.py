@@ -5,7 +5,7 @@ from hashlib import sha256
 
 import pytest
 
-from router.dialects.openai.responses import ResponsesRoute
+from router.dialects.openai.responses import ResponsesRoute, build_unsupported_use
 from router.errors import Problem
 from tests.support.answers import FINISHED, WHOLE, asked, whole
 from wire.frames import GenerationParams, GrammarSpec, Message
@@ -108,3 +108,26 @@ def test_an_answer_that_is_not_to_be_kept_is_not():
         request, job = asked(responses, input="hi", **body)
         request.render_complete(job, WHOLE, FINISHED)
         assert len(responses.store) == kept
+
+
+def test_included_extras_are_named_as_ignored():
+    _, job = asked(ResponsesRoute(), input="hi", include=["reasoning.encrypted_content"])
+    assert job.ignored == ("include=reasoning.encrypted_content",)
+
+
+@pytest.mark.parametrize(
+    ("name", "query", "status"),
+    [
+        ("resp_1", b"", None),
+        ("resp_1", b"stream=false", None),
+        ("resp_1", b"stream=true", 400),
+        ("resp_1", b"stream=1", 400),
+        ("resp_1", b"stream=true&stream=false", None),
+        ("resp_1", b"stream=false&stream=true", 400),
+        ("resp_1/cancel", b"", 404),
+        ("resp_1/input_items", b"stream=true", 404),
+    ],
+)
+def test_unsupported_uses_of_a_stored_answer_are_refused(name: str, query: bytes, status: int | None):
+    problem = build_unsupported_use(name, query)
+    assert (None if problem is None else problem.status) == status

@@ -50,6 +50,12 @@ def test_reasoning_text_and_calls_are_one_message():
     )
 
 
+def test_a_summary_is_used_only_without_the_reasoning_itself():
+    summary = {"summary": [{"type": "summary_text", "text": text} for text in ("in", "short")]}
+    assert convert(HI, think("in full") | summary)[1] == Message("assistant", reasoning="in full")
+    assert convert(HI, {"type": "reasoning", **summary})[1] == Message("assistant", reasoning="in\nshort")
+
+
 def test_a_text_after_a_text_or_after_a_call_is_the_next_message():
     assert convert(HI, say("assistant", "one"), say("assistant", "two"))[1:] == (
         Message("assistant", "one"),

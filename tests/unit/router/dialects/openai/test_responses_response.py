@@ -11,6 +11,7 @@ from router.dispatch.request import CompleteAnswer
 from router.errors import Problem
 from tests.support.answers import CALL, CREATED, CROWDED, CUT, FINISHED, SAID, asked, events, streamed, whole
 from wire.frames import Channel, Finished, Message
+from wire.refusals import FailureCode
 
 WEATHER = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 USAGE = {
@@ -188,6 +189,23 @@ def test_failed_stream_keeps_its_text_and_has_the_reason(broken: Problem, code: 
     assert found[-2][0] == "response.output_item.done"
     assert found[-2][1]["item"]["status"] == "incomplete"
     assert failed["output"][0]["content"] == REASONING
+
+
+def test_stream_that_its_client_left_is_stored_as_cancelled_without_an_error():
+    responses = ResponsesRoute()
+    left = Problem(499, FailureCode.CANCELLED, "the client cancelled the request")
+    body = events(streamed(responses, *SAID[:2], broken=left, input="hi"))[-1][1]["response"]
+    assert (body["status"], body["error"]) == ("cancelled", None)
+    kept = responses.get("k1", body["id"])
+    assert isinstance(kept, bytes)
+    assert json.loads(kept) == body
+    _, job = asked(responses, input="and?", previous_response_id=body["id"])
+    assert job.messages == (
+        Message("user", "hi"),
+        Message("assistant", "I look.", reasoning="let me"),
+        Message("user", "and?"),
+    )
+    assert whole(responses, input="and?", previous_response_id=body["id"])["previous_response_id"] == body["id"]
 
 
 PATCH = '{"index":0,"id":"call_1","name":"patch","arguments":"{\\"input\\":\\"+ x\\"}"}'

@@ -4,10 +4,12 @@ import pytest
 
 from router.dialects.openai.responses_store import (
     MAX_RESPONSES_PER_KEY,
+    MESSAGE_BYTES,
     OutputItems,
     ResponseStore,
     build_stored_response,
 )
+from wire.frames import Message, ToolCall
 
 
 def test_the_oldest_answers_of_any_key_leave_above_the_bytes_of_all_keys():
@@ -92,3 +94,9 @@ def test_the_items_of_more_answers_are_stored_than_answers():
     items.drop("a", "resp_0")
     items.drop("a", "resp_0")
     assert items.find("a", ["msg_0_0"]) == items.find("b", ["msg_1_0"]) == {}
+
+
+def test_the_size_of_an_answer_counts_all_texts_of_its_conversation():
+    call = ToolCall("c", "look", "x" * 5)
+    messages = (Message("user", "x" * 30), Message("assistant", "x" * 20, tool_calls=(call, call), reasoning="x" * 10))
+    assert build_stored_response(b"x" * 100, messages).nbytes == 100 + 2 * MESSAGE_BYTES + 30 + 20 + 2 * 5 + 10

@@ -60,6 +60,19 @@ def test_a_format_in_every_wording():
     assert asked(response_format={"type": "text"}) is asked(structured_outputs={}) is asked() is None
 
 
+def test_a_pattern_of_white_space_belongs_to_the_format_of_either_wording():
+    for fields in (
+        {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "_"}, "guided_whitespace_pattern": "-"},
+        {"structured_outputs": {"json": SCHEMA}, "guided_whitespace_pattern": "_"},
+        {"guided_json": SCHEMA, "guided_whitespace_pattern": "_"},
+    ):
+        assert asked(**fields) == GrammarSpec("json_schema", TEXT, "_")
+        assert asked(**fields, tools=[TOOL]) == GrammarSpec("json_schema", TEXT, "_", "free")
+    long = "_" * (MAX_GRAMMAR_BYTES + 1)
+    assert refused(guided_json=SCHEMA, guided_whitespace_pattern=long).param == "guided_json"
+    assert asked(guided_json=SCHEMA, guided_whitespace_pattern=long[1:]) is not None
+
+
 def test_the_other_dialects():
     wanted = GrammarSpec("json_schema", TEXT)
     hi = HELLO["messages"]
