@@ -26,7 +26,7 @@ class CompletionChunks:
         self._echoes = echoes
         self._head = f'data: {{{_render_head(spec)},"choices":['
         self._tail = '],"usage":null}\n\n' if spec.include_usage else "]}\n\n"
-        self._offsets = [len(echo) for echo in echoes]
+        self._offsets = [0] * len(echoes)
 
     def encode_keepalive(self, why: str) -> bytes:
         """Encode a server-sent comment with the reason of a wait (`why`), which may be empty."""
@@ -83,7 +83,7 @@ def encode_completion(spec: RequestSpec, answer: CompleteAnswer, finished: Finis
         {
             "index": choice,
             "text": echo + answer.texts.get((choice, Channel.CONTENT), ""),
-            "logprobs": _build_logprobs(spec, answer, choice, len(echo)),
+            "logprobs": _build_logprobs(spec, answer, choice),
             "finish_reason": reasons[choice],
         }
         for choice, echo in enumerate(echoes)
@@ -113,10 +113,10 @@ class LegacyLogprobs(msgspec.Struct, gc=False):
     text_offset: list[int]
 
 
-def _build_logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
+def _build_logprobs(spec: RequestSpec, answer: CompleteAnswer, choice: int) -> LegacyLogprobs | None:
     if not spec.params.logprobs:
         return None
-    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs, offset)
+    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs, 0)
 
 
 def convert_logprobs(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:

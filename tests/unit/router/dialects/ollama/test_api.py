@@ -123,7 +123,7 @@ def test_an_unload_by_keep_alive_is_refused_with_the_command(keep_alive: object)
 def test_generate_has_a_system_text_and_a_raw_prompt_has_no_template():
     _, job = asked(GENERATE, prompt="hi", system="be brief")
     assert job.messages == (Message("system", "be brief"), Message("user", "hi"))
-    _, raw = asked(GENERATE, prompt="<s>hi", raw=True)
+    _, raw = asked(GENERATE, prompt="<s>hi", raw=True, think=True)
     assert (raw.messages, raw.text, raw.template) == ((), "<s>hi", "")
     assert refused(GENERATE, prompt="hi", raw=True, system="be brief").param == "system"
 

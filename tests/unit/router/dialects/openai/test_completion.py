@@ -54,6 +54,12 @@ def test_the_limit_of_an_answer_is_sixteen_tokens_unless_it_is_set():
     assert (job.stream, job.include_usage) == (True, True)
 
 
+def test_all_requests_of_a_body_have_its_session_and_its_ignored_fields():
+    jobs = specs(prompt=["a", "b"], user="u", metadata={"a": "b"}, presence_penalty=0)
+    expected = ("u", ("metadata",), {"presence_penalty"})
+    assert [(job.session, job.ignored, job.set_penalties) for job in jobs] == [expected] * 2
+
+
 def test_fields_that_exclude_each_other_name_the_field():
     assert refused(prompt="hi", best_of=2, n=1).param == "best_of"
     assert parse(prompt="hi", best_of=2, n=2).params.n == 2

@@ -81,6 +81,22 @@ def test_completion_stream_has_usage_only_at_its_end():
     assert {(one["id"], one["created"], one["model"]) for one in (text, last)} == {("cmpl-r1", CREATED, "tiny")}
 
 
+def test_a_chunk_has_the_content_of_its_delta_and_log_probabilities_also_without_content():
+    request, job = asked(CompletionRoute(), prompt="once", stream=True, logprobs=0)
+    chunks = request.create_chunk_encoder(Reading(job, job.demand))
+
+    def encode(*pieces: tuple[Channel, str], choice: int = 0, tokens: tuple[Logprob, ...] = ()) -> list[object]:
+        delta = Delta(7, choice, (1,), tuple((int(channel), text) for channel, text in pieces), tokens)
+        return [
+            (data["choices"][0]["text"], (data["choices"][0]["logprobs"] or {}).get("tokens"))
+            for _, data in events(chunks.encode_deltas([delta]).decode())
+        ]
+
+    assert encode((Channel.CONTENT, "on"), (Channel.REASONING, "hm"), (Channel.CONTENT, "e")) == [("one", None)]
+    assert encode((Channel.REASONING, "hm")) == encode() == encode((Channel.CONTENT, "x"), choice=1) == []
+    assert encode(tokens=(TOKENS[0],)) == [("", [" on"])]
+
+
 def test_a_stream_that_breaks_has_no_done():
     request, job = asked(CompletionRoute(), prompt="once", stream=True)
     raw = request.create_chunk_encoder(Reading(job, job.demand)).encode_failure(CROWDED).decode()
