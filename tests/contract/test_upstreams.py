@@ -527,6 +527,8 @@ class Fixed:
         self._writer: asyncio.StreamWriter | None = None
         self.connections = 0
         self.bodies: list[bytes] = []
+        self.left = asyncio.Event()
+        """Set at the end of a connection."""
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -536,6 +538,7 @@ class Fixed:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 self.bodies.append(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
                 writer.write(self._answer)
+        self.left.set()
         writer.close()
 
     def finish(self, events: bytes) -> None:
@@ -568,6 +571,28 @@ async def test_a_comment_that_arrives_together_with_an_error_begins_no_stream():
     async with Fixed(b": wait" + EOE + b'data: {"error":{"message":"x"}}' + EOE).served() as cluster:
         call = await Call(cluster, STREAM).run()
         assert (call.status, call.error["code"], counts(cluster)) == (502, "upstream_failed", {"failed": 1})
+
+
+async def test_token_counts_before_the_last_chunk_are_kept():
+    counted = event({"content": "Far"}).replace(
+        b'"choices"', b'"usage":{"prompt_tokens":7,"completion_tokens":5},"choices"'
+    )
+    async with Fixed(counted + END).served() as cluster:
+        assert (await Call(cluster, STREAM).run()).status == 200
+        totals = cluster.dispatcher.counters.upstreams["home"]
+        assert (totals.prompt_tokens, totals.completion_tokens) == (7, 5)
+
+
+async def test_a_cancelled_call_ends_its_connection_to_the_upstream():
+    upstream = Fixed(WORD, ends=False)
+    async with upstream.served(idle_seconds=60.0, total_seconds=60.0) as cluster:
+        call = Call(cluster, STREAM)
+        running = asyncio.create_task(call.run())
+        await call.begun.wait()
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        await upstream.left.wait()
 
 
 async def test_a_connection_is_used_again_after_a_stream():
@@ -610,6 +635,14 @@ async def test_time_of_a_slow_reader_is_not_time_of_the_upstream():
         asyncio.get_running_loop().call_later(1.2, read)
         assert (await call.run()).body.endswith(b"data: [DONE]" + EOE)
         assert counts(cluster) == {"ok": 1}
+
+
+async def test_token_counts_are_requested_only_from_an_upstream_that_knows_the_field():
+    upstream = Fixed(WORD + END)
+    written = b'{"model":"coder","messages":[{"role":"user","content":"hi"}],"stream":true}'
+    async with upstream.served(stream_usage=False) as cluster:
+        assert (await Call(cluster, written).run()).status == 200
+    assert upstream.bodies == [written.replace(b'"coder"', b'"far"')]
 
 
 async def test_fields_of_a_client_are_passed_on_as_they_are_written():

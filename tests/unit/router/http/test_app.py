@@ -178,6 +178,16 @@ async def test_a_prompt_is_counted_for_the_key():
     assert (await call(cluster, "/v1/messages/count_tokens", "GET")).status == 405
 
 
+async def test_a_count_names_the_fields_without_effect_and_is_counted_by_its_status():
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "service_tier": "auto"}
+    counted = await call(cluster, "/v1/messages/count_tokens", "POST", body)
+    assert (counted.status, counted.headers["x-macpool-ignored"]) == (200, "service_tier")
+    assert (await call(cluster, "/v1/models")).status == 200
+    assert (await call(cluster, "/v1/models/other")).status == 404
+    assert cluster.dispatcher.counters.answers == {200: 2, 404: 1}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "code"),
     [

@@ -78,6 +78,17 @@ async def test_an_answer_that_is_ready_at_once_is_one_write():
     assert transport.bodies[0].count(b"data: ") == 4
 
 
+async def test_nothing_is_sent_after_the_end_of_a_stream():
+    transport = Transport()
+    ticket, _ = pumped(transport)
+    say(ticket, "one")
+    ticket.end(FINISHED)
+    sent = list(transport.bodies)
+    ticket.request_keepalive()
+    say(ticket, "late")
+    assert transport.bodies == sent
+
+
 async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
     transport = Transport()
     ticket, stream = pumped(transport)
