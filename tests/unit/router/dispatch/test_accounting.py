@@ -294,6 +294,29 @@ async def test_each_count_of_a_node_is_bounded_on_its_own(
     assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens, end.reasoning_tokens) == counts
 
 
+@pytest.mark.parametrize(("reported", "counted"), [(900 + 2 * UNSENT_TOKENS, 0), (900 + 2 * UNSENT_TOKENS + 1, -1)])
+async def test_an_answer_without_a_limit_has_few_tokens_that_were_not_sent(one: Cluster, reported: int, counted: int):
+    ask(one, n=2)
+    one.say(lambda number: Deltas((Delta(number, 0, tuple(range(900)), ()),)))
+    finish(one, completion_tokens=reported)
+    assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == reported + counted
+
+
+@pytest.mark.parametrize(
+    ("spec", "most"),
+    [
+        (RequestSpec(ResourceDemand("tiny", 0, 3500), "k", "r", (), GenerationParams(), 0, True), 3500),
+        (RequestSpec(ResourceDemand("tiny"), "k", "r", (), GenerationParams(), 0, True, ids=(7,) * 3000), 3000),
+        (RequestSpec(ResourceDemand("tiny", 700), "k", "r", (), GenerationParams(), 0, True, text="x"), 700),
+    ],
+)
+async def test_a_prompt_has_at_most_its_counted_tokens_its_ids_or_its_bytes(one: Cluster, spec: RequestSpec, most: int):
+    request = one.dispatcher.submit(replace(spec, demand=replace(spec.demand, max_tokens=1)))
+    one.say(lambda number: Admitted(number, 10**9, 0))
+    assert request.prompt_counts == (most + TEMPLATE_TOKENS, 0)
+    one.dispatcher.close(request)
+
+
 async def test_reported_tokens_of_choices_without_a_limit_are_bounded_for_all_choices(one: Cluster):
     ask(one, n=3)
     finish(one, completion_tokens=10**9)

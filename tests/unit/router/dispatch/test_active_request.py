@@ -48,6 +48,25 @@ async def test_an_extended_deadline_holds_for_a_later_wait(one: Cluster):
     one.dispatcher.close(request)
 
 
+@pytest.mark.parametrize(("stream", "resumable"), [(True, False), (False, True)])
+async def test_a_choice_that_does_not_exist_ends_the_resumption_of_a_stream_only(
+    two: Cluster, stream: bool, resumable: bool
+):
+    request = two.submit(stream=stream)
+    two.speak()
+    assert request.resumable
+    two.speak(choice=1)
+    assert (request.resumable, request.tokens.total) == (resumable, 1 + stream)
+    two.dispatcher.close(request)
+
+
+async def test_the_deadline_of_a_request_on_a_node_is_not_extended(one: Cluster):
+    request = one.submit()
+    request.extend_deadline(one.now + 500.0)
+    assert request.deadline is None
+    one.finish()
+
+
 def test_a_node_that_is_no_longer_a_member_leaves_no_cached_share():
     request = ActiveRequest(CHAT, WeightedKey("k"), 1, 0.0, cached_shares={A: 0.5, B: 0.25})
     request.tried.mark_lost(A)

@@ -158,6 +158,7 @@ def test_vectors_arrive_in_any_order():
         Vectors(1, (0,), packed(1, math.nan)),
         Vectors(1, (0,), packed(1, -math.inf)),
         Vectors(1, (9,), packed(1, 2)),
+        Vectors(1, (1,), packed(1, 2)),
     ],
 )
 def test_an_invalid_frame_of_vectors_is_ignored(frame: Vectors):

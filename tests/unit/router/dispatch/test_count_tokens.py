@@ -97,6 +97,19 @@ async def test_a_model_that_no_node_has_is_a_404():
     assert (found.status, found.code) == (404, "model_not_found")
 
 
+async def test_an_unknown_profile_is_refused_before_the_quota():
+    node = LoopbackNode("a")
+    settings = RouterSettings(profiles={"brief": ProfileSettings(max_tokens=9)})
+    cluster = LoopbackCluster(node, settings=settings)
+    cluster.limits = {"k": KeyLimits(requests_per_minute=1)}.get
+    for _ in range(2):
+        found = await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="tiny:long"), "k")
+        assert isinstance(found, Problem)
+        assert (found.status, found.code) == (404, "model_not_found")
+        assert found.message == "there is no profile 'long' for tiny; the profiles are brief"
+    assert await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="tiny:brief"), "k") == 11
+
+
 async def test_unknown_model_is_refused_with_similar_names_as_a_chat():
     cluster = LoopbackCluster(LoopbackNode("a"))
     for limits, ending in ((KeyLimits(), "; the nearest names are tiny"), (KeyLimits(models=("tinx",)), "")):

@@ -9,6 +9,7 @@ from router.dispatch.answer import StreamedAnswer
 from router.dispatch.decision_log import (
     MAX_CANDIDATES_KEPT,
     MAX_DECISIONS_KEPT,
+    MAX_INVALID_KEPT,
     MAX_LINE_BYTES,
     MAX_REQUESTS_KEPT,
     DecisionLog,
@@ -175,6 +176,14 @@ def test_lines_are_those_of_the_time_of_the_call():
     assert names + [parse_line(line).request_id for line in lines] == ["first", "second"]
 
 
+def test_replay_has_the_mean_wait_and_ignores_nodes_without_room():
+    slow = a_node("slow", a_memory(), 100.0)
+    decisions = kept(decided(slow), decided(slow, a_node("full", a_memory(0))), decided(FAST_AND_SMALL))
+    result = replay(decisions, POLICIES["balanced"], Random(1).random)
+    assert (result.same, result.instead) == (3, ())
+    assert result.waits == (pytest.approx(7.0), pytest.approx(7.0)), "two waits of 10 s and one of 1 s"
+
+
 def test_replay_counts_an_equal_node_as_the_same_choice():
     twins = decided(a_node("a", a_memory()), a_node("b", a_memory()))
     (decision,) = kept(twins)
@@ -189,7 +198,7 @@ def test_the_rings_are_bounded():
         history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
     assert len(history.decisions) == MAX_DECISIONS_KEPT
     assert history.find_decisions("r0") == []
-    assert history.records.maxlen == MAX_REQUESTS_KEPT
+    assert (history.records.maxlen, history.refusals.maxlen) == (MAX_REQUESTS_KEPT, MAX_INVALID_KEPT)
 
 
 # Steps of a request

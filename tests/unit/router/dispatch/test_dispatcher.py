@@ -17,7 +17,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
 from router.dispatch.decision_log import DecisionLog
-from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.dispatcher import STOPPING, Dispatcher
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import CANCELLED, SLOW, RequestFailure, RequestSpec
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
@@ -1370,6 +1370,21 @@ async def test_queued_requests_are_counted(one: Cluster):
     await turn()
     assert one.dispatcher.count_queued() == 0
     one.finish()
+
+
+async def test_a_stopping_dispatcher_is_an_outage_and_takes_no_request(one: Cluster):
+    running = one.submit()
+    stopping = asyncio.create_task(one.dispatcher.drain(60.0))
+    await turn()
+    assert one.dispatcher.find_outage_reason() == STOPPING
+    refused = one.submit()
+    assert refused.outcome == RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING)
+    one.dispatcher.close(refused)
+    one.finish()
+    one.dispatcher.close(running)
+    async with asyncio.timeout(10):
+        await stopping
+    assert isinstance(running.outcome, Finished)
 
 
 async def test_a_drain_that_takes_too_long_ends_the_requests_on_their_nodes(one: Cluster):

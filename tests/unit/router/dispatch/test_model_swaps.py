@@ -236,6 +236,20 @@ def test_keys_that_wait_for_a_model_lose_it_as_those_do_that_use_it():
     )
 
 
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_keys_lose_nothing_on_a_node_whose_model_another_node_has_loaded(elsewhere: bool):
+    world = World("a", "b", "c", room=14 * GIB)
+    world.node(N1, "a")
+    world.node(N2, "c")
+    world.node(N3, *(["a"] if elsewhere else []))
+    world.states[N3] = "draining"
+    for key in ("ada", "eve"):
+        world.runs(N1, "a", key, seconds=9.0)
+    world.runs(N2, "c", "bea", seconds=90.0)
+    world.waits("b")
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "b", {"a"}) if elsewhere else (N2, "b", {"c"})]
+
+
 def test_unloaded_model_is_swapped_in_by_the_same_rule():
     world = busy()
     world.step(SLICE)
@@ -345,6 +359,9 @@ def test_a_slice_lasts_by_the_longer_load_and_by_the_weight_of_all_keys_of_its_m
     assert compute() == whole * 1.5, "ada with weight 4 uses it, eve with weight 2 waits for it, and bob has 4"
     world.waits("b", "fay", weight=16)
     assert compute() == whole
+    world.waiting.clear()
+    world.runs(N1, "a", "gus")
+    assert compute() == min(whole * MAX_SLICE_KEYS, LONGEST / WAIT_SLICES), "without waiting keys, two weigh 8"
 
 
 def test_slice_ends_before_the_deadline_of_a_waiting_request():
