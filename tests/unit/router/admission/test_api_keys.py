@@ -154,10 +154,10 @@ def test_an_expired_key_is_counted_as_refused_also_when_it_was_good_before():
 
 def test_rotated_key_accepts_only_its_new_secret():
     keys, key, text = ring()
-    other, other_text = new_key(PEPPER, "other", ("admin",), created=2.0)
+    other, other_text = new_key(PEPPER, "a later key", ("admin",), created=2.0)
     keys.put(other)
-    assert [one.id for one in keys.list()] == [key.id, other.id]
-    assert keys.get_names() == {key.id: "me", other.id: "other"}
+    assert [one.id for one in keys.list()] == [key.id, other.id], "the oldest first"
+    assert keys.get_names() == {key.id: "me", other.id: "a later key"}
     digest, renewed = new_secret(PEPPER, key.id)
     assert keys.check(text) == key
     keys.put(replace(key, digest=digest))

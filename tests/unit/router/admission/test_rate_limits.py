@@ -381,3 +381,18 @@ def test_a_body_with_more_prompts_than_its_key_can_ever_have_is_refused(limits: 
         f"{most + 1} prompts are {most + 1} requests, and the limit of this API key is {most} {unit}: send at most "
         f"{most} prompts in one body"
     )
+
+
+@pytest.mark.parametrize(
+    ("limits", "uses"),
+    [
+        (KeyLimits(), (True, False)),
+        (KeyLimits(models=("tiny",)), (False, False)),
+        (KeyLimits(labels=("lab",)), (False, False)),
+        (KeyLimits(models=("tiny",), upstreams=True), (True, True)),
+        (KeyLimits(upstreams=False), (False, False)),
+    ],
+    ids=str,
+)
+def test_a_key_with_limits_of_models_or_nodes_uses_no_upstream_by_default(limits: KeyLimits, uses: tuple[bool, bool]):
+    assert tuple(limits.may_use_upstreams(default) for default in (True, False)) == uses

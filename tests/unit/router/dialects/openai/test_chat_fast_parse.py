@@ -233,7 +233,12 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("fields", [{}, WHOLE, {"top_k": -1, "min_p": 0}, *({k: v} for k, v in WHOLE.items())])
+NO_USAGE = {"stream": True, "stream_options": {"include_usage": False}}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, WHOLE, NO_USAGE, {"top_k": -1, "min_p": 0}, *({k: v} for k, v in WHOLE.items())]
+)
 def test_fast_parser_accepts_plain_bodies(fields: dict[str, Any]) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]} | fields).encode()
     assert (quick(body) is not None) == ("stream_options" not in fields or "stream" in fields)

@@ -14,18 +14,20 @@ from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses import response_create_params as responses
 from openai.types.video_create_params import VideoCreateParams
 
+from router.admission.request_limits import MAX_IGNORED
 from router.dialects.anthropic import api
 from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.embeddings.api import EmbeddingsRoute, OllamaEmbeddingsRoute, OllamaEmbedRoute
 from router.dialects.field_tables import TABLES
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.openai.chat import ChatRoute
+from router.dialects.openai.chat_schema import CHAT
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openai.responses_store import build_stored_response
 from router.dialects.openai.video_schema import VIDEO
 from router.dialects.rerank.api import CohereRerankRoute, RerankRoute
-from router.dialects.shared.field_table import FieldRow, FieldTable
+from router.dialects.shared.field_table import FieldRow, FieldTable, sanitize_names
 from router.errors import Problem
 from tests.effort import scale_examples
 from wire.frames import Message
@@ -414,3 +416,35 @@ def test_deep_bodies_are_a_400(route: str, depth: int):
         found = PARSE[route](b'{"model":"m","stream":"no","%s":%s}' % (name, deep))
         assert isinstance(found, Problem)
         assert found.status == 400
+
+
+def test_fields_without_effect_are_named_with_their_path_and_only_if_they_are_set():
+    part = {"type": "text", "text": "hi", "cache": True}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": [part, part], "ui": 1}],
+        "stream_options": {"pace": 1},
+        "metadata": {"a": "b"},
+        "store": False,
+        "made_up": 1,
+        "made_up_too": None,
+    }
+    found = CHAT.read(json.dumps(body).encode())
+    assert not isinstance(found, Problem)
+    assert sorted(found.ignored) == [
+        "made_up",
+        "messages[].content[].cache",
+        "messages[].ui",
+        "metadata",
+        "stream_options.pace",
+    ]
+    strict = CHAT.read(json.dumps(body).encode(), strict=True)
+    assert isinstance(strict, Problem)
+    assert strict.code == "invalid_request"
+
+
+def test_more_names_than_a_header_has_are_counted():
+    names = [f"field_{number}" for number in range(MAX_IGNORED + 3)]
+    assert sanitize_names([*names, names[0]]) == (*names[:MAX_IGNORED], "and-3-more")
+    assert sanitize_names([*names[:MAX_IGNORED], "a b"]) == (*names[:MAX_IGNORED], "and-1-more")
+    assert sanitize_names(["a", "b c", "d\n", "a"]) == ("a", "(unprintable)")

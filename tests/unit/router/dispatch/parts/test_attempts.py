@@ -143,3 +143,10 @@ async def test_weights_that_were_not_reserved_are_not_released(one: Cluster) -> 
     one.report()
     assert one.dispatcher.ledger.get_unacknowledged_bytes(A) == 0
     one.finish()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_engine_learns_whether_the_answer_is_streamed(one: Cluster, stream: bool) -> None:
+    one.submit(stream=stream)
+    assert one.generates()[-1][1].stream is stream
+    one.finish()

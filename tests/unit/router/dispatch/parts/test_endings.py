@@ -51,3 +51,12 @@ async def test_a_lost_answer_ends_with_its_loss_if_the_client_has_a_part_of_it(t
     else:
         assert isinstance(outcome, Refused)
         assert outcome.code is RefusalCode.NO_ROOM
+
+
+async def test_an_answer_counts_for_its_model_although_no_node_has_it_any_more(one: Cluster):
+    one.submit()
+    one.models = ()
+    one.report()
+    one.finish()
+    assert set(one.dispatcher.counters.models) == {"tiny"}
+    assert set(one.dispatcher.usage.drain()) == {("k", "tiny")}

@@ -1,9 +1,11 @@
 """Frames of nodes about requests: refusals and complete answers."""
 
+import pytest
+
 from router.dispatch.accounting import MESSAGE_TOKENS, TEMPLATE_TOKENS
 from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
 from tests.support.cluster.manual_pool import A, Cluster
-from wire.frames import Failed, Refusal
+from wire.frames import Failed, Finished, Refusal
 from wire.refusals import FailureCode, MemoryNumbers, RefusalCode, Refused
 
 
@@ -14,6 +16,20 @@ async def test_only_a_refusal_for_lack_of_room_corrects_the_headroom(two: Cluste
         preview = two.dispatcher.placer.preview(two.dispatcher.history.decisions[-1].demand)
         assert all(candidate.feasible for candidate in preview.candidates), code
     two.dispatcher.shutdown()
+
+
+@pytest.mark.parametrize(
+    "code", [RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED]
+)
+async def test_a_refusal_that_is_final_on_one_node_is_followed_by_the_next_node(
+    two: Cluster, code: RefusalCode
+) -> None:
+    request = two.submit()
+    first, _ = two.last()
+    two.refuse(code)
+    assert request.node not in (None, first)
+    two.finish()
+    assert isinstance(request.outcome, Finished)
 
 
 async def test_a_refusal_counts_no_more_tokens_than_the_prompt_can_have(two: Cluster) -> None:
