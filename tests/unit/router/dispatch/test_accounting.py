@@ -374,7 +374,7 @@ async def test_a_model_that_no_node_has_makes_no_row(one: Cluster):
 
 
 async def test_stored_refusal_omits_text_of_the_request(one: Cluster):
-    for code in QUOTING:
+    for code in (RefusalCode.INVALID, RefusalCode.UNSUPPORTED, RefusalCode.TEMPLATE):
         ask(one)
         one.say(lambda number, code=code: Refusal(number, Refused(code, "secret words"), None))
         story = one.dispatcher.history.records[-1]

@@ -1377,8 +1377,11 @@ async def test_a_stopping_dispatcher_is_an_outage_and_takes_no_request(one: Clus
     stopping = asyncio.create_task(one.dispatcher.drain(60.0))
     await turn()
     assert one.dispatcher.find_outage_reason() == STOPPING
-    refused = one.submit()
+    one.limits["late"] = KeyLimits(requests_per_minute=1)
+    refused = one.submit(key="late")
     assert refused.outcome == RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING)
+    assert [rate.remaining for rate in one.dispatcher.quotas.list_rates("late", one.now)] == [1]
+    assert one.dispatcher.quotas.count_open("late") == 0
     one.dispatcher.close(refused)
     one.finish()
     one.dispatcher.close(running)

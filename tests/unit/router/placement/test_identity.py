@@ -56,6 +56,8 @@ def test_identify_counts_unhashed_files_for_the_version_with_the_same_samples():
     assert dict(ClusterView(found).identify("tiny").holders) == {("x", "1"): 2, ("y", "2"): 1}
     assert version(*found) == ("x", "1")
     assert ClusterView(found[:2]).conflicts == [], "files that are not hashed yet are no conflict"
+    more = node("d", "x"), *found[:2]
+    assert dict(ClusterView(more).identify("tiny").holders) == {("x", "1"): 3}, "most are not hashed yet"
     assert version(node("a", "x"), node("b", "x")) == ("x", "")
 
 

@@ -582,6 +582,16 @@ def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
     assert (answer.code, answer.message) == (RefusalCode.LOAD_FAILED, "no node can load tiny: a: a truncated file")
 
 
+def test_a_final_refusal_of_one_node_is_not_that_of_the_cluster():
+    model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
+    nodes = node("a", None, model), node("b", a_memory(9 * GIB, cap=25 * GIB), model)
+    ask, no = ResourceDemand("tiny", 0, 4000), Refused(RefusalCode.UNSUPPORTED, "no grammar")
+    answer = refused(decide(*nodes, ask=ask, trials=AttemptHistory(never={NodeId("a"): no})))
+    assert (answer.code, answer.node) == (RefusalCode.TOO_LARGE, "b")
+    never = {NodeId(name): no for name in "ab"}
+    assert refused(decide(*nodes, ask=ask, trials=AttemptHistory(never=never))) == no
+
+
 def idle(name: str, room: int, *models: Model, **changes: Any) -> NodeView:
     return node(
         name, a_memory(room), a_model("other"), *(models or (a_model(loaded=False, weights=9 * GIB),)), **changes

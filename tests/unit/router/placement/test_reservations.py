@@ -286,3 +286,23 @@ def test_check_finds_every_difference_between_an_account_and_its_reservations(da
     DAMAGES[damage](ledger.get_account(A))
     with pytest.raises(LedgerError, match="a:"):
         ledger.check()
+
+
+def test_the_first_token_shows_that_the_node_has_committed_the_memory():
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, seq=1, need=100, tokens=7)
+    ledger.mark_first_token(1)
+    assert ledger.get_account(A).pending_prefills == {}
+    ledger.acknowledge(A, 1)
+    assert ledger.get_unacknowledged_bytes(A) == 0
+
+
+def test_a_swap_holds_memory_for_its_request_until_its_end():
+    ledger = ReservationLedger()
+    ledger.hold_memory(9, A, 50)
+    ledger.begin_turn(turn(A), 300)
+    assert (ledger.turns, ledger.holds) == ({A: turn(A)}, {1: (A, 300)})
+    ledger.end_turn(turn(A))
+    assert ledger.empty
+    with pytest.raises(KeyError):
+        ledger.end_turn(turn(A))

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec.structs import replace
 
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
@@ -157,3 +158,19 @@ async def test_the_end_of_a_request_that_its_client_cancelled_is_ignored(cluster
     assert request.outcome is CANCELLED
     assert not any(cluster.dispatcher.counters.illegal_events.values())
     assert cluster.dispatcher.counters.requests == {"cancelled": 1}
+
+
+async def test_a_request_of_a_greedy_key_goes_to_the_upstream_instead_of_waiting(cluster: Cluster) -> None:
+    cluster.memory = {A: a_memory(16 * GIB)}
+    cluster.report()
+    big = RequestSpec(ResourceDemand("big", 100), "ada", "r", (), GenerationParams(), 0, stream=True)
+    for key in ("ada", "bob"):
+        cluster.dispatcher.submit(replace(big, key=key))
+    demand = ResourceDemand("coder", 8000, 1500)
+    greedy = replace(big, demand=demand, key="greedy", may_leave_pool=True)
+    requests = [cluster.dispatcher.submit(greedy) for _ in range(8)]
+    assert {request.node for request in requests} == {A, None}
+    assert [request.answer.upstream for request in requests if request.node is None] == ["home"] * sum(
+        request.node is None for request in requests
+    )
+    assert cluster.dispatcher.count_queued() == 0
