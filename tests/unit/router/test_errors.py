@@ -11,7 +11,7 @@ from router.errors import (
     from_refused,
     round_retry_seconds,
 )
-from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
+from wire.refusals import STATUS, FailureCode, MemoryNumbers, RefusalCode, Refused
 
 NUMBERS = MemoryNumbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
 
@@ -84,6 +84,25 @@ def test_failure_is_a_5xx_status():
     assert "memory" not in error(from_failure("node_lost", "x"))
 
 
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        (FailureCode.NODE_LOST, 502),
+        (FailureCode.LINK_LOST, 502),
+        (FailureCode.UPSTREAM_FAILED, 502),
+        (FailureCode.ENGINE_CRASHED, 500),
+        (FailureCode.ENGINE_ERROR, 500),
+        (FailureCode.ROUTER_ERROR, 500),
+        (FailureCode.SLOW_CLIENT, 408),
+        (FailureCode.COMMAND_TIMEOUT, 504),
+        (FailureCode.GRAMMAR_FAILED, 400),
+    ],
+)
+def test_a_failure_has_the_status_of_its_cause_and_no_retry_time(code: FailureCode, status: int):
+    problem = from_failure(code, "x")
+    assert (problem.status, problem.code, problem.retry_after) == (status, code, None)
+
+
 @pytest.mark.parametrize("code", ["memory_pressure", "no_headroom", "node_stopping", "shutting_down"])
 def test_a_failure_that_passes_is_a_503_that_clients_retry(code: str):
     problem = from_failure(code, "x")
@@ -101,3 +120,19 @@ def test_some_problems_have_headers_of_their_own():
     assert build_wrong_method("PUT", "GET, HEAD").build_headers() == [(b"allow", b"GET, HEAD")]
     assert NO_KEY.build_headers() == [(b"www-authenticate", b"Bearer")]
     assert error(build_invalid("no", "n"))["param"] == "n"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "invalid_request_error"),
+        (429, "rate_limit_error"),
+        (500, "server_error"),
+        (503, "server_error"),
+    ],
+)
+def test_the_type_of_an_error_follows_its_status(status: int, kind: str):
+    assert error(Problem(status, "code", "text"))["type"] == kind

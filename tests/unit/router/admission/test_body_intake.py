@@ -36,6 +36,25 @@ async def test_a_body_that_waits_gets_its_turn_when_exactly_its_room_is_free() -
     assert await started(waiting) == [True], "4 and 6 are 10"
 
 
+async def test_a_body_that_does_not_fit_yet_keeps_its_place() -> None:
+    intake = BodyIntake(10)
+    order: list[int] = []
+
+    async def take(size: int) -> None:
+        await intake.take("a", size)
+        order.append(size)
+
+    for size in (5, 4):
+        await intake.take("a", size)
+    waiting = [asyncio.create_task(take(size)) for size in (7, 3)]
+    await started(*waiting)
+    intake.release("a", 4)
+    assert await started(*waiting) == [False, False]
+    intake.release("a", 5)
+    assert await started(*waiting) == [True, True]
+    assert order == [7, 3]
+
+
 async def test_a_single_body_always_fits() -> None:
     intake = BodyIntake(10)
     await asyncio.wait_for(intake.take("a", 100), 30)

@@ -257,7 +257,7 @@ def test_the_first_of_two_models_with_one_name_counts():
 def test_an_impossible_speed_reads_as_unmeasured(speed: float):
     report = Report(0, Memory(), EngineState(), (Model("m", prefill_speed=speed, decode_speed=speed),))
     model = seen(report).models["m"]
-    assert (model.prefill_speed, model.decode_speed) == (UNMEASURED_PREFILL, UNMEASURED_DECODE)
+    assert (model.prefill_speed, model.decode_speed) == (UNMEASURED_PREFILL, UNMEASURED_DECODE) == (200.0, 20.0)
 
 
 def test_a_slow_but_possible_speed_is_kept():

@@ -40,6 +40,8 @@ def test_every_parameter_arrives():
 )
 def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: GrammarSpec | None):
     assert params(tools=[TOOL], tool_choice=choice).grammar == grammar
+    strict = params(tools=[TOOL | {"strict": True}], tool_choice=choice).grammar
+    assert strict == (grammar or (None if choice == {"type": "none"} else GrammarSpec(calls="free")))
 
 
 @pytest.mark.parametrize(
@@ -117,3 +119,27 @@ def test_anthropic_answer_has_usage_and_thinking_unless_omitted():
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
     request, _ = asked(MessagesRoute(), max_tokens=9, messages=HELLO, thinking=thinking)
     assert request.thoughts is False  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0, "stream": True}, "stream"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused_by_name(fields: dict[str, object], param: str):
+    body: dict[str, object] = {"model": "m", "max_tokens": 9, "messages": HELLO}
+    problem = MessagesRoute().parse(json.dumps(body | fields).encode(), "key")
+    assert isinstance(problem, Problem)
+    assert (problem.status, problem.param) == (400, param)
+
+
+def test_tools_count_towards_the_demand_of_a_request():
+    plain, with_tools = (
+        asked(MessagesRoute(), max_tokens=9, messages=HELLO, **fields)[1] for fields in ({}, {"tools": [TOOL]})
+    )
+    assert with_tools.demand.prompt_bytes == plain.demand.prompt_bytes + len(with_tools.tools)
+    assert (plain.demand.features, with_tools.demand.features) == (frozenset(), frozenset({"tools"}))

@@ -117,7 +117,8 @@ def test_an_unload_by_keep_alive_is_refused_with_the_command(keep_alive: object)
     problem = refused(CHAT, messages=[], keep_alive=keep_alive)
     assert (problem.status, problem.param) == (501, "keep_alive")
     assert "cluster model unload" in problem.message
-    assert asked(CHAT, messages=[], keep_alive="10m")[1].messages == LOADING
+    _, load = asked(CHAT, messages=[], keep_alive="10m", options={"num_predict": 900, "top_k": 5})
+    assert (load.messages, load.demand.max_tokens, load.demand.features) == (LOADING, 1, frozenset())
 
 
 def test_generate_has_a_system_text_and_a_raw_prompt_has_no_template():

@@ -640,3 +640,8 @@ def test_all_parts_of_a_body_reach_the_dispatcher():
     assert (job.session, job.ignored, job.set_penalties) == ("u", ("metadata",), {"presence_penalty"})
     assert (job.template, job.tools, job.messages) == ('{"persona":"x"}', "", (Message("user", "hello"),))
     assert good(body(stream=True, stream_options={"include_usage": True})).to_spec("k", "r", 7).include_usage
+
+
+def test_a_request_has_at_most_sixteen_answers():
+    assert good(body(n=16)).params.n == 16
+    assert bad(body(n=17)).param == "n"

@@ -46,7 +46,8 @@ def test_a_format_in_every_wording():
         assert asked(response_format={"type": kind, "schema": SCHEMA}) == wanted
     assert asked(structured_outputs={"json": SCHEMA}) == wanted
     assert asked(structured_outputs={"json": TEXT}) == wanted
-    assert asked(guided_json=SCHEMA, guided_decoding_backend="guidance") == wanted
+    for backend in ("guidance", "auto", "llguidance:no-fallback"):
+        assert asked(guided_json=SCHEMA, guided_decoding_backend=backend) == wanted
     assert asked(response_format={"type": "json_object"}) == GrammarSpec("json_object")
     assert asked(response_format={"type": "json_object", "schema": None}) == GrammarSpec("json_object")
     assert asked(structured_outputs={"json_object": True, "whitespace_pattern": "_"}) == GrammarSpec(

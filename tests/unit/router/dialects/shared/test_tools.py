@@ -18,6 +18,7 @@ from router.dialects.shared.tools import (
     collect_tools,
     decode_input,
     encode_input,
+    render_omitted_part,
 )
 from router.errors import Problem
 
@@ -58,6 +59,11 @@ def test_a_function_without_a_schema_gets_an_empty_one():
         "parameters": {"type": "object"},
         "strict": True,
     }
+
+
+def test_the_note_for_an_omitted_part_has_a_short_type():
+    assert render_omitted_part("image") == "[image omitted: the model gets only text]"
+    assert render_omitted_part("x" * 99) == f"[{'x' * 64} omitted: the model gets only text]"
 
 
 def test_the_grammar_of_a_custom_tool_is_a_part_of_its_description():
