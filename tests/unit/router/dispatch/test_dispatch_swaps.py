@@ -272,3 +272,11 @@ async def test_no_row_is_taken_from_a_key_for_a_model_that_must_be_loaded_or_dur
     passes(mac, MIN_SLICE_SECONDS + 1)
     assert mac.dispatcher.ledger.turns.keys() == {A}
     assert ask(mac, "one", "eve").node is None
+
+
+async def test_a_slice_lasts_at_most_a_quarter_of_the_timeout_of_the_settings(mac: Cluster):
+    mac.models = tuple(replace(model, load_seconds=1000.0) for model in mac.models)
+    ask(mac, "two", "bob")
+    for seconds, turns in ((LONGEST / 4 - 2, set[str]()), (4, {A})):
+        passes(mac, seconds)
+        assert mac.dispatcher.ledger.turns.keys() == turns

@@ -283,3 +283,20 @@ def test_deadline_of_a_request_that_is_not_queued_is_illegal():
 
 def test_scenarios_print_what_a_table_does_not_allow():
     assert "illegal" in play("0 tokens")
+
+
+def test_attempts_in_a_row_are_counted_from_the_last_wait_or_loss_and_kept_by_an_undelivered_move():
+    life = RequestLife(0.0)
+    counts: list[int] = []
+    for number, verb in enumerate(
+        ("place a", "refuse", "place b", "lose engine", "place a", "refuse", "place b", "refuse", "no-room", "place a"),
+        1,
+    ):
+        life, _ = step(life, read(verb, life.attempt, number), float(number))
+        counts.append(life.in_a_row)
+    assert counts == [1, 1, 2, 0, 1, 1, 2, 2, 0, 1]
+    for number, verb in enumerate(("deliver", "refuse", "place b", "move a", "no-link"), 11):
+        life, _ = step(life, read(verb, life.attempt, number), float(number))
+        counts.append(life.in_a_row)
+    assert counts[10:] == [1, 1, 2, 1, 1]
+    assert (life.attempt, life.attempts) == (13, 7)

@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from router.admission.api_keys import ApiKey, KeyRing, create_anonymous_key, new_key
 from router.admission.rate_limits import KeyLimits
 from router.errors import FORWARDED_WITHOUT_KEY, NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_wrong_method
+from router.http.app import CHAT as CHAT_PATH
 from router.http.app import authorize
 from router.http.exchange import MAX_INLINE_BYTES, Exchange
 from router.http.sse import Message
 from router.settings import RouterSettings
-from tests.support.cluster.asgi_call import Call
+from tests.support.cluster.asgi_call import CHAT, Call
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens
 
@@ -162,6 +165,40 @@ async def test_a_key_sees_its_models_only():
     assert [[row["model"] for row in one["models"]] for one in listed[1:]] == [["small"], ["small"]]
     assert (await call(cluster, "/v1/models/tiny")).status == 404
     assert (await call(cluster, "/api/show", "POST", {"model": "tiny"})).status == 404
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/messages": {"max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "hi"}]},
+    "/v1/responses": {"input": "hi"},
+    "/api/chat": {"messages": [{"role": "user", "content": "hi"}], "stream": False},
+    "/api/generate": {"prompt": "hi", "stream": False},
+    "/v1/embeddings": {"input": "hi"},
+    "/api/embed": {"input": "hi"},
+    "/api/embeddings": {"prompt": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
+    "/v2/rerank": {"query": "hi", "documents": ["a"]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_unknown_fields_are_refused_on_every_route_only_if_that_is_set(path: str):
+    for rule, refused in (("ignore", False), ("refuse", True)):
+        cluster = LoopbackCluster(LoopbackNode("studio"), settings=RouterSettings(unknown_fields=rule))  # pyright: ignore
+        assert BODIES.keys() == {*cluster.app.dialects, "/v1/messages/count_tokens"}  # pyright: ignore
+        answer = await call(cluster, path, "POST", BODIES[path] | {"model": "unknown", "made_up": 1})
+        assert answer.status == (400 if refused else 404)
+        assert (b"made_up" in answer.body) is refused
+
+
+async def test_answers_and_lists_have_the_time_of_the_clock():
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    before = int(time.time()) - 1
+    listed = json.loads((await call(cluster, "/v1/models")).body)["data"][0]["created"]
+    answered = json.loads((await call(cluster, CHAT_PATH, "POST", CHAT)).body)["created"]
+    assert before <= min(listed, answered) <= max(listed, answered) <= time.time()
 
 
 async def test_a_prompt_is_counted_for_the_key():

@@ -20,6 +20,8 @@ async def test_an_answer_has_its_node_and_attempts_and_closes_its_request(stream
     call = await Call(cluster, CHAT | {"stream": stream}).run()
     assert (call.status, call.headers["x-macpool-node"], call.headers["x-macpool-attempts"]) == (200, "studio", "2")
     assert call.headers["content-type"] == ("text/event-stream; charset=utf-8" if stream else "application/json")
+    unbuffered = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+    assert (unbuffered.items() <= call.headers.items()) is stream, "no proxy may collect the events of a stream"
     assert call.body.endswith(b"data: [DONE]\n\n") is stream
     assert cluster.dispatcher.idle
     assert cluster.dispatcher.counters.answers == {200: 1}
@@ -49,7 +51,7 @@ async def test_a_client_that_leaves_cancels_its_request_and_gets_no_answer(strea
     assert call.sent == []
     assert sum(isinstance(frame, Cancel) for frame in node.heard) == 1
     assert cluster.dispatcher.idle
-    assert cluster.dispatcher.counters.answers == {CLIENT_CLOSED: 1}
+    assert cluster.dispatcher.counters.answers == {CLIENT_CLOSED: 1} == {499: 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -443,6 +443,22 @@ def test_fields_without_effect_are_named_with_their_path_and_only_if_they_are_se
     assert strict.code == "invalid_request"
 
 
+@pytest.mark.parametrize(
+    ("route", "field", "value"),
+    [
+        ("/v1/chat/completions", "functions", []),
+        ("/v1/chat/completions", "function_call", "auto"),
+        ("/v1/chat/completions", "modalities", ["text"]),
+        ("/api/generate", "context", []),
+        ("/api/generate", "suffix", ""),
+        ("/api/chat", "logprobs", False),
+        ("/v1/rerank", "rank_fields", ["text"]),
+    ],
+)
+def test_values_that_clients_always_send_are_accepted(route: str, field: str, value: object):
+    assert essence(ask(route, **{field: value})) == essence(ask(route))
+
+
 def test_more_names_than_a_header_has_are_counted():
     names = [f"field_{number}" for number in range(MAX_IGNORED + 3)]
     assert sanitize_names([*names, names[0]]) == (*names[:MAX_IGNORED], "and-3-more")

@@ -39,11 +39,11 @@ def submit_stream(cluster: Cluster) -> tuple[ActiveRequest, StreamedAnswer]:
 
 
 async def test_a_reader_ends_after_its_seconds_without_progress() -> None:
-    cluster = Cluster(A, slow_client_seconds=10.0)
+    cluster = Cluster(A, slow_client_seconds=20.0, keepalive_seconds=10.0)
     request, answer = submit_stream(cluster)
     for _ in range(2):
         answer.take_deltas()
-        sweep(cluster, 10.0)
+        sweep(cluster, 20.0)
         assert request.outcome is None, "the first sweep sees the progress"
     sweep(cluster, SWEEP_INTERVAL_SECONDS)
     assert request.outcome is SLOW

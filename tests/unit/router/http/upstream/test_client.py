@@ -245,8 +245,9 @@ async def test_close_ends_the_connections_that_were_kept():
         await foreign.wait_connections(0)
 
 
-async def test_requests_go_through_the_proxy_of_the_settings():
-    async with served(build_answer(200), url="http://127.0.0.1:9/v1", through_proxy=True) as (client, foreign):
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "http://127.0.0.1:9/v1/"])
+async def test_requests_go_through_the_proxy_of_the_settings(url: str):
+    async with served(build_answer(200), url=url, through_proxy=True) as (client, foreign):
         assert await fetch(client) == b"{}"
         assert foreign.heads[0].startswith("POST http://127.0.0.1:9/v1/chat/completions HTTP/1.1\r\n")
 
