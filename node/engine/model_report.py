@@ -153,5 +153,5 @@ def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memor
     `model` is the report of the model, which may still be loading. The current rows of the model do not count. `floor`
     is the smallest prefill chunk of the engine, in tokens.
     """
-    alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
-    return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))
+    transients = compute_transients(loaded_model.estimator.transient, floor)
+    return compute_max_context(memory, replace(model, weights=loaded_model.weights, **transients))
