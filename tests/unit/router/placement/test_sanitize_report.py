@@ -1,6 +1,7 @@
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,8 +29,18 @@ from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.machine import Disk, SystemMemory
-from wire.report import BatchGroup, CacheState, EngineState, Memory, MemoryLevel, Model, TransientModel
-from wire.video import LeaseState, VideoState
+from wire.report import (
+    BatchGroup,
+    CacheState,
+    EngineState,
+    Memory,
+    MemoryLevel,
+    Model,
+    ModelCache,
+    Sharing,
+    TransientModel,
+)
+from wire.video import LeaseState, VideoPackage, VideoState
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -296,3 +307,126 @@ def test_a_lease_has_possible_numbers_and_a_printable_job():
     lease = LeaseState("l1", 1, "job\n", -5, "denoising\n", 250, -1, -2, -3, 2**62)
     (found,) = sanitize_video(VideoState(leases=(lease, replace(lease, lease="no lease")))).leases
     assert found == LeaseState("l1", 1, "job?", 0, "denoising?", 100, 0, 0, 0, MAX_BYTES)
+
+
+def fill(kind: type[Any], number: int, **known: object) -> Any:
+    """Build a struct in which each number, text and flag with a default has a value of its own.
+
+    `known` has the values of further fields. A negative `number` makes all numbers negative and all texts unprintable.
+    """
+    values: dict[str, object] = dict(known)
+    for at, info in enumerate(msgspec.structs.fields(kind)):
+        size = number + at if number > 0 else number - at
+        default = info.default
+        if info.name in values:
+            continue
+        if isinstance(default, bool):
+            values[info.name] = not default
+        elif isinstance(default, int | float):
+            values[info.name] = type(default)(size)
+        elif isinstance(default, str):
+            values[info.name] = f"word-{at}" if number > 0 else f"word-{at}\n"
+        elif isinstance(default, msgspec.Struct):
+            values[info.name] = fill(type(default), size)
+    return kind(**values)
+
+
+def list_values(part: object) -> list[object]:
+    """Return all values in a struct, and in the structs within it."""
+    if not isinstance(part, msgspec.Struct):
+        return [part]
+    return [value for inner in msgspec.structs.astuple(part) for value in list_values(inner)]
+
+
+PACKAGE = VideoPackage("wan", "f1", "wan21", "mlx", 4, 5, 6, 1, 16, 4, 16, 40, 81, "no memory")
+
+
+def test_every_value_of_a_report_reaches_the_view():
+    cache = fill(CacheState, 100, models=(fill(ModelCache, 500),), evicted=(b"one", b"two"))
+    engine = fill(EngineState, 300, cache=cache)
+    system, disk = fill(SystemMemory, 10, available=9), fill(Disk, 20)
+    enforcement = fill(Enforcement, 30, level=list(MemoryLevel)[-1], phys=1, highest=2, interval=3, warnings=("hot",))
+    sharing = fill(Sharing, 40, when="idle", until=1.5e9)
+    lease = fill(LeaseState, 50, lease="l1", generation=1)
+    video = VideoState(True, "none", "2.9", (PACKAGE,), (lease,), "late", True)
+    report = Report(
+        0,
+        Memory(),
+        engine,
+        (),
+        7,
+        True,
+        system=system,
+        enforcement=enforcement,
+        video=video,
+        sharing=sharing,
+        disk=disk,
+    )
+    view = build_node_view(
+        report,
+        node=NodeId("n1"),
+        name="studio",
+        state="ready",
+        reported_at=1.0,
+        cordoned=True,
+        epoch=3,
+        labels=frozenset({"lab"}),
+        video_allowed=True,
+        frames=frozenset({4}),
+        awaited=True,
+    )
+    assert (view.engine, view.system, view.enforcement) == (engine, system, enforcement)
+    assert (view.sharing, view.video, view.disk, view.acked_seq, view.draining) == (sharing, video, disk, 7, True)
+    assert (view.name, view.cordoned, view.epoch, view.labels) == ("studio", True, 3, {"lab"})
+    assert (view.video_allowed, view.frames, view.awaited, view.reported_at) == (True, {4}, True, 1.0)
+
+
+def test_no_number_of_a_report_is_negative_and_no_text_is_unprintable():
+    cache = fill(CacheState, -100, models=(fill(ModelCache, -500),), evicted=(b"one",))
+    lease = fill(LeaseState, -50, lease="l1", generation=1)
+    packages = (
+        msgspec.structs.replace(PACKAGE, engine="x\n", pipeline="x\n", fingerprint="x\n", cause="x\n", bits=-1),
+    )
+    view = seen(
+        Report(
+            0,
+            Memory(),
+            fill(EngineState, -300, cache=cache),
+            (),
+            -7,
+            system=fill(SystemMemory, -10, available=-9),
+            enforcement=fill(Enforcement, -30, level=-30, phys=-1, highest=-2, interval=-3, warnings=("x\n",)),
+            video=VideoState(True, "x\n", "x y", packages, (lease,), "x\n", None),
+            sharing=fill(Sharing, -40, until=-1.0),
+        )
+    )
+    assert (view.video.ray, view.sharing.until, view.acked_seq) == ("", None, 0)
+    parts = [view.engine, view.system, view.enforcement, view.sharing, view.video, *view.video.packages]
+    parts += [*view.video.leases, *view.engine.cache.models]
+    values = [value for part in parts for value in list_values(part)]
+    assert [value for value in values if isinstance(value, int | float) and value < 0] == []
+    assert [value for value in values if isinstance(value, str) and not value.isprintable()] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "possible"),
+    [
+        ({}, True),
+        ({"name": "a\nb"}, False),
+        ({"token_side": 8}, True),
+        ({"token_side": 7}, False),
+        ({"token_side": 1025}, False),
+        ({"token_frames": 0}, False),
+        ({"token_frames": 65}, False),
+        ({"fps": 0}, False),
+        ({"fps": 1000}, True),
+        ({"fps": 1001}, False),
+        ({"weights": -1}, False),
+        ({"expert": MAX_BYTES + 1}, False),
+        ({"expert": MAX_BYTES}, True),
+    ],
+    ids=str,
+)
+def test_a_video_package_is_seen_when_its_sizes_are_possible(change: dict[str, Any], possible: bool):
+    found = sanitize_video(VideoState(packages=(msgspec.structs.replace(PACKAGE, **change),))).packages
+    assert bool(found) is possible

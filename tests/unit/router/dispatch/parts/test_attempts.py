@@ -1,5 +1,6 @@
 """Attempts of requests on nodes."""
 
+import dataclasses
 import struct
 
 import pytest
@@ -10,8 +11,10 @@ from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
 from router.dispatch.request import EmbeddingInput, RequestFailure, RequestSpec
 from router.dispatch.request_state import RequestState
 from router.placement.candidate import ResourceDemand
+from router.placement.cluster_view import ClusterView
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, roomy, turn
+from wire.capacity.fairness import WeightedKey
 from wire.frames import Embed, Failed, Finished, GenerationParams, Message, Vectors
 from wire.identity import NodeId
 from wire.models.kind import ModelKind
@@ -150,3 +153,57 @@ async def test_the_engine_learns_whether_the_answer_is_streamed(one: Cluster, st
     one.submit(stream=stream)
     assert one.generates()[-1][1].stream is stream
     one.finish()
+
+
+async def test_a_request_for_vectors_has_all_parts_of_its_input(one: Cluster) -> None:
+    one.models = (a_model(features=("embed",)),)
+    one.report()
+    embed = EmbeddingInput(("one", "two"), ((7,), (8,)), 8, truncate=True, prompt="query", query="why", max_tokens=5)
+    demand = ResourceDemand("tiny", 10, kind=ModelKind.EMBED)
+    request = one.dispatcher.submit(RequestSpec(demand, "k", "r", (), GenerationParams(), 0, False, embed=embed))
+    assert one.sent[-1] == (
+        A,
+        Embed(
+            request=request.attempt,
+            seq=1,
+            request_id="r",
+            model="tiny",
+            texts=embed.texts,
+            ids=embed.ids,
+            dimensions=8,
+            truncate=True,
+            prompt="query",
+            weighted_key=WeightedKey("k", 4),
+            query="why",
+            max_tokens=5,
+            cache_scope="",
+        ),
+    )
+    one.dispatcher.close(request)
+
+
+async def test_weights_are_released_when_the_node_of_the_request_loads_its_model(two: Cluster) -> None:
+    two.models = tuple(a_model(name, weights=2 * GIB, loaded=False) for name in ("tiny", "other"))
+    two.report()
+    request = two.submit()
+    here = request.node
+    assert here is not None
+    there = B if here == A else A
+    need = two.dispatcher.ledger.get_unacknowledged_bytes(here)
+
+    def load(where: NodeId, name: str) -> None:
+        """Report that one node loads one model."""
+        nodes = [
+            dataclasses.replace(
+                node,
+                models=dict(node.models)
+                | ({name: a_model(name, loaded=False, loading=True)} if node.id == where else {}),
+            )
+            for node in map(two.seen, two.nodes)
+        ]
+        two.dispatcher.set_view(ClusterView(tuple(nodes)))
+
+    for where, name, left in ((there, "tiny", need), (here, "other", need), (here, "tiny", need - 2 * GIB)):
+        load(where, name)
+        assert two.dispatcher.ledger.get_unacknowledged_bytes(here) == left
+    two.finish()
