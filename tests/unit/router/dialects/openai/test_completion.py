@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.admission.request_limits import MAX_CHOICES
-from router.dialects.openai.completion import DEFAULT_ANSWER_TOKENS, CompletionRequest, CompletionRoute
+from router.dialects.openai.completion import CompletionRequest, CompletionRoute
 from router.dispatch.request import RequestSpec
 from router.errors import Problem
 from tests.support.answers import CREATED, Reading
@@ -46,7 +46,7 @@ def test_a_prompt_is_texts_or_token_ids(prompt: object, prompts: list[tuple[str,
 
 def test_the_limit_of_an_answer_is_sixteen_tokens_unless_it_is_set():
     (job,) = specs(prompt="hi")
-    assert (job.params, job.default_limit) == (GenerationParams(max_tokens=DEFAULT_ANSWER_TOKENS), True)
+    assert (job.params, job.default_limit) == (GenerationParams(max_tokens=16), True)
     (job,) = specs(prompt="hi", max_tokens=-1, seed=-1)
     assert (job.params, job.default_limit) == (GenerationParams(), False)
     (job,) = specs(prompt="hi", max_tokens=7, stream=True, stream_options={"include_usage": True})
@@ -106,7 +106,7 @@ def test_logprobs_are_streamed_if_they_are_wanted_and_a_part_of_a_character_is_i
 
 
 def test_max_completion_tokens_overrides_max_tokens():
-    assert parse(prompt="hi").params.max_tokens == DEFAULT_ANSWER_TOKENS
+    assert parse(prompt="hi").params.max_tokens == 16
     found = parse(prompt="hi", max_tokens=3, max_completion_tokens=40)
     assert (found.params.max_tokens, found.ignored) == (40, ())
     assert not found.default_limit

@@ -165,6 +165,20 @@ def test_ollama_show_lists_capabilities():
     assert (missing.status, missing.code) == (404, "model_not_found")
 
 
+@pytest.mark.parametrize(
+    ("kind", "named", "output", "parameter"),
+    [("embed", "embeddings", "embeddings", "dimensions"), ("rerank", "rerank", "rerank", "top_n")],
+)
+def test_a_model_that_writes_no_text_has_its_own_type_output_and_parameters(
+    kind: str, named: str, output: str, parameter: str
+):
+    shown = json.loads(models.list_models(list_visible(view(a_model("other", features=(kind,)))), CREATED))
+    (found,) = (row for row in shown["data"] if row["id"] == "other")
+    assert (found["type"], found["architecture"]["output_modalities"], found["features"]) == (named, [output], [kind])
+    assert parameter in found["supported_parameters"]
+    assert "max_tokens" not in found["supported_parameters"]
+
+
 @pytest.mark.parametrize(("kind", "capability"), [("embed", "embedding"), ("rerank", "rerank")])
 def test_other_kinds_than_chat_have_one_capability(kind: str, capability: str):
     other = a_model("other", features=(kind,))
