@@ -406,6 +406,8 @@ def test_no_number_of_a_report_is_negative_and_no_text_is_unprintable():
     values = [value for part in parts for value in list_values(part)]
     assert [value for value in values if isinstance(value, int | float) and value < 0] == []
     assert [value for value in values if isinstance(value, str) and not value.isprintable()] == []
+    counts = [value for part in (view.engine, *view.engine.cache.models) for value in list_values(part)]
+    assert {value for value in counts if isinstance(value, int)} == {0}
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,16 @@ async def test_a_session_is_remembered_for_a_short_prompt_and_not_for_one_of_tok
     assert [dict(request.cached_shares) for request in (again, short, of_ids)] == [{where: 1.0}, {where: 1.0}, {}]
     for request in (first, again, short, of_ids):
         two.dispatcher.close(request)
+
+
+async def test_the_text_of_a_completion_is_found_in_the_cache_of_its_node(two: Cluster):
+    first = replace(LONG, messages=(), text="x" * 8000)
+    requests = [two.dispatcher.submit(first)]
+    where, _ = two.last()
+    two.say(lambda number: Admitted(number, 2000, 0, b"hash"))
+    two.finish()
+    for text, shares in (("x" * 8000, {where: 1.0}), ("y" * 8000, {})):
+        requests.append(two.dispatcher.submit(replace(first, text=text)))
+        assert dict(requests[-1].cached_shares) == shares
+    for request in requests:
+        two.dispatcher.close(request)
