@@ -183,6 +183,9 @@ def test_an_old_reading_of_the_machine_never_looks_new(age: float, honest: float
         ({"weights": MAX_BYTES, "kv_per_token": 0, "kv_step": MAX_KV_STEP}, True),
         ({"kv_window_per_token": MAX_BYTES + 1}, False),
         ({"transient": -1}, False),
+        ({"kv_fixed": -1}, False),
+        ({"kv_window": -1}, False),
+        ({"kv_waste": -1}, False),
         ({"forward": TransientModel(fixed=-1)}, False),
         ({"kv_step": 0}, False),
         ({"kv_step": 1}, True),
@@ -248,6 +251,9 @@ HONEST = Model(
         ({"context": MAX_CONTEXT + 1}, {"context": MAX_CONTEXT}),
         ({"used": 1.0, "written": 2.0}, {"used": 1.0, "written": 2.0}),
         ({"used": math.inf, "written": math.nan}, {}),
+        ({"used": 0.5, "written": 0.5}, {"used": 0.5, "written": 0.5}),
+        ({"fingerprint": "a\x1b", "content": "b\x1b"}, {"fingerprint": "a?", "content": "b?"}),
+        ({"quantization": "4\x1b" + "b" * 30}, {"quantization": "4?" + "b" * 18}),
         ({"used": -1.0, "written": MAX_UNIX_SECONDS + 1}, {}),
         ({"expected_output": 0}, {"expected_output": 256}),
         ({"expected_output": MAX_EXPECTED_OUTPUT + 1}, {"expected_output": MAX_EXPECTED_OUTPUT}),
@@ -408,6 +414,17 @@ def test_no_number_of_a_report_is_negative_and_no_text_is_unprintable():
     assert [value for value in values if isinstance(value, str) and not value.isprintable()] == []
     counts = [value for part in (view.engine, *view.engine.cache.models) for value in list_values(part)]
     assert {value for value in counts if isinstance(value, int)} == {0}
+    (lease,), (package,) = view.video.leases, view.video.packages
+    assert (lease.progress, lease.peak, package.bits, view.system.worker) == (0, 0, 0, 0)
+    assert (view.enforcement.polls, view.enforcement.over_caps, view.enforcement.kills) == (0, 0, 0)
+
+
+def test_long_texts_of_a_report_are_cut():
+    long = "x" * 60
+    video = VideoState(packages=(replace(PACKAGE, engine=long),), leases=(LeaseState("l1", 1, phase=long),))
+    view = seen(Report(0, Memory(), EngineState(), video=video, sharing=Sharing(when=long, until=0.5)))
+    assert (view.video.packages[0].engine, view.video.leases[0].phase) == (long[:40], long[:40])
+    assert (view.sharing.when, view.sharing.until) == (long[:20], 0.5)
 
 
 @pytest.mark.parametrize(
@@ -418,9 +435,14 @@ def test_no_number_of_a_report_is_negative_and_no_text_is_unprintable():
         ({"token_side": 8}, True),
         ({"token_side": 7}, False),
         ({"token_side": 1025}, False),
+        ({"token_side": 1024}, True),
         ({"token_frames": 0}, False),
+        ({"token_frames": 1}, True),
+        ({"token_frames": 64}, True),
         ({"token_frames": 65}, False),
         ({"fps": 0}, False),
+        ({"fps": 1}, True),
+        ({"weights": 0, "expert": 0}, True),
         ({"fps": 1000}, True),
         ({"fps": 1001}, False),
         ({"weights": -1}, False),
