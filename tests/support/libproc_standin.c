@@ -81,8 +81,8 @@ int proc_pidinfo(int pid, int flavor, uint64_t argument, void *buffer, int size)
     memset(info, 0x5a, sizeof *info);
     info->pbi_status = state == 'Z' ? 5 : 2;
     info->pbi_pgid = (uint32_t)group;
-    info->pbi_start_tvsec = start;
-    info->pbi_start_tvusec = 0;
+    info->pbi_start_tvsec = start / 100;
+    info->pbi_start_tvusec = start % 100 * 10000;
     return size;
 }
 

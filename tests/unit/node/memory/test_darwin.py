@@ -13,7 +13,8 @@ import pytest
 from node.memory.cap import MachineBounds, estimate_metal_limit
 from node.memory.darwin import DarwinFootprint, LibSystem, ProcBsdInfo, RusageV4
 from node.memory.reading import HighWaterMarks
-from node.memory.sensor import Mac
+from node.memory.sensor import Mac, open_machine
+from node.settings import resolve_settings
 from wire.report import Hardware
 from wire.units import GIB, MIB
 
@@ -139,6 +140,15 @@ def test_the_machine_is_described(system: LibSystem):
     assert system.read_chip_name() == "Apple M5 Max"
 
 
+def test_a_mac_is_opened_with_the_active_pages_that_its_tier_counts(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("node.memory.darwin.LibSystem", lambda: system)
+    for tier, share in (("safe", 0.2), ("balanced", 0.5), ("aggressive", 0.8)):
+        mac = open_machine(resolve_settings([("test", {"engine.kind": "mlx", "memory.tier": tier})]).value)
+        assert isinstance(mac, Mac)
+        assert (mac.active_share, mac.hardware.chip) == (share, "Apple M5 Max")
+
+
 def test_a_wired_limit_is_a_configured_one(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     assert system.read_wired_limit() is None
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
@@ -158,6 +168,8 @@ def test_a_missing_library_is_an_error():
 def test_a_process_identity_distinguishes_processes_of_one_id(system: LibSystem):
     assert ctypes.sizeof(ProcBsdInfo) == 136
     assert _offset(ProcBsdInfo, "start_seconds") == 120
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    assert system.read_process_identity(os.getpid()) == f"{ticks // 100}.{ticks % 100 * 10_000}"
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
     assert system.read_process_identity(child.pid)
     child.kill()

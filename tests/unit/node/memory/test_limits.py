@@ -373,6 +373,9 @@ def test_the_footprint_of_a_leases_worker_is_subtracted_once():
         machine.held = None
         assert one.read_wired() is None
         assert one.compute_limits(0).ceiling - without == pytest.approx(one.measure_worker_footprint(), abs=16 * MIB)
+        assert one.worker == worker.pid
+        one.end_lease()
+        assert (one.worker, one.holder, one.measure_worker_footprint()) == (None, None, 0)
         worker.communicate()
 
 

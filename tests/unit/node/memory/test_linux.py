@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from node.memory import linux
+from node.memory.cap import MachineBounds
 from node.memory.linux import (
     LinuxFootprint,
     read_chip_name,
@@ -153,6 +154,8 @@ def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):
     assert read_container_free_bytes(proc, tmp_path / "cgroup") == GIB
     write(box, memory__usage_in_bytes=3 * GIB)
     assert read_container_free_bytes(proc, tmp_path / "cgroup") == 0
+    write(box, memory__stat=f"inactive_file {GIB // 4}\ntotal_inactive_file {2 * GIB}")
+    assert read_container_free_bytes(proc, tmp_path / "cgroup") == GIB, "page cache of its child groups counts"
 
 
 def test_a_v1_path_that_is_not_mounted_here_falls_back_to_the_mounts_top(proc: Path, tmp_path: Path):
@@ -185,8 +188,18 @@ def test_the_free_memory_of_a_container_counts(proc: Path, monkeypatch: pytest.M
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 3 * GIB)
     assert LinuxMachine(describe_machine()).read_reclaimable() == 3 * GIB
+    monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 20 * GIB)
+    assert LinuxMachine(describe_machine()).read_reclaimable() == 16 * GIB, "the machine has less"
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: None)
     assert LinuxMachine(describe_machine()).read_reclaimable() == 16 * GIB
+
+
+def test_the_limit_of_a_container_counts_as_ram_if_it_is_lower(proc: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
+    for limit, memory in ((4 * GIB, 4 * GIB), (64 * GIB, 32 * GIB), (None, 32 * GIB)):
+        monkeypatch.setattr(linux, "read_container_limit", lambda limit=limit: limit)
+        assert describe_machine().memory == memory
+        assert LinuxMachine(describe_machine()).read_bounds() == MachineBounds(32 * GIB, None, limit)
 
 
 def test_a_group_is_its_living_processes():

@@ -480,7 +480,9 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
 
 
 @pytest.mark.slow
-async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callable[..., Awaitable[Node]]):
+async def test_what_is_read_outside_is_reported_with_source_and_age(
+    make: Callable[..., Awaitable[Node]], monkeypatch: pytest.MonkeyPatch
+):
     node = await make()
     system, enforcement = node.poll.build_system_memory(), node.poll.build_enforcement()
     assert (system.available, system.source) == (128 * GIB, "set")
@@ -495,6 +497,11 @@ async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callab
     node.supervisor.child.sensor.source = MarkedSource(node.supervisor.child.sensor.source)
     marked = node.poll.build_enforcement()
     assert (marked.highest, marked.interval) == (MARKS.lifetime, MARKS.interval)
+    node.generate(1)
+    handles = record_timers(monkeypatch)
+    node.poll.poll_once()
+    pause = handles[-1].when() - asyncio.get_running_loop().time()
+    assert pause == pytest.approx(BUSY_POLL_SECONDS, abs=0.2), "a request is open"
 
 
 async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -502,6 +509,7 @@ async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
     with structlog.testing.capture_logs() as logs:
+        node.poll.poll_once()  # the start has logged them just before
         for _ in range(3):
             clock.by += WARNING_INTERVAL_SECONDS
             node.poll.poll_once()
@@ -511,6 +519,22 @@ async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch
     assert len(warnings) == 6
     assert len(set(warnings)) == 2
     assert set(node.poll.build_enforcement().warnings) == set(warnings)
+    monkeypatch.setattr(Supervisor, "warnings", ("memory stayed wired",))
+    assert node.poll.build_enforcement().warnings == (*node.limiter.list_warnings(), "memory stayed wired")
+
+
+def record_timers(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.TimerHandle]:
+    """Return a list to which the running loop adds each timer from now on."""
+    handles: list[asyncio.TimerHandle] = []
+    loop = asyncio.get_running_loop()
+    call_at = loop.call_at
+
+    def record(when: float, *call: Any) -> asyncio.TimerHandle:
+        handles.append(call_at(when, *call))
+        return handles[-1]
+
+    monkeypatch.setattr(loop, "call_at", record)
+    return handles
 
 
 @pytest.mark.parametrize(
@@ -527,14 +551,7 @@ async def test_the_next_poll_follows_after_the_pause_for_the_models_until_pollin
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: tuple[Model, ...], pause: float
 ):
     node, loop, clock = Node(tmp_path, {"cap": "90GiB"}), asyncio.get_running_loop(), Later()
-    handles: list[asyncio.TimerHandle] = []
-    call_at = loop.call_at
-
-    def record(when: float, *call: Any) -> asyncio.TimerHandle:
-        handles.append(call_at(when, *call))
-        return handles[-1]
-
-    monkeypatch.setattr(loop, "call_at", record)
+    handles = record_timers(monkeypatch)
     node.supervisor.reports.store(EngineReport(Memory(), models, 0, 0), 0.0)
     for _ in range(2):
         node.poll.poll_once()

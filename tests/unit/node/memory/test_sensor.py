@@ -11,6 +11,7 @@ import pytest
 from node.memory import linux
 from node.memory.cap import MachineBounds
 from node.memory.sensor import (
+    Sensor,
     describe_machine,
     list_group_members,
     measure_footprint,
@@ -20,6 +21,7 @@ from node.memory.sensor import (
     read_process_identity,
 )
 from node.settings import NodeSettings, resolve_settings
+from tests.support.readings import FailingSource
 from wire.units import GIB
 
 
@@ -107,6 +109,15 @@ def test_a_dead_process_holds_nothing_as_a_zombie_and_after(idle_child: subproce
     own = measure_footprint((os.getpid(),))
     assert own is not None
     assert measure_footprint((os.getpid(), pid)) == pytest.approx(own, rel=0.2)
+
+
+def test_a_living_process_that_cannot_be_read_makes_the_total_unknown(monkeypatch: pytest.MonkeyPatch):
+    def open_failing(pid: int) -> Sensor:
+        return Sensor(FailingSource(open_sensor(pid).source, fails=pid == os.getppid()))
+
+    monkeypatch.setattr("node.memory.sensor.open_sensor", open_failing)
+    assert measure_footprint((os.getpid(),))
+    assert measure_footprint((os.getpid(), os.getppid())) is None
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a reader on macOS has no descriptor")
