@@ -13,8 +13,9 @@ import pytest
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
 from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, TEMPORARY, BlockIndex
-from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter
+from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, PAUSE_AFTER_ERROR_SECONDS, BlockWriter
 from node.engine.kv.disk.disk_budget import WriteBudget
+from tests.support.readings import Later
 from wire.units import GIB
 
 ARRAYS = [BlockArray("float32", np.zeros((1, 1, 4, 8), np.float32))]
@@ -38,6 +39,7 @@ def wait(made: BlockWriter) -> None:
 
 def test_a_part_is_a_private_file_under_its_name(tmp_path: Path):
     made, index = writer(tmp_path)
+    assert made.quota == GIB, "it is known before the first write"
     made.put(block(1), ARRAYS)
     wait(made)
     (file,) = tmp_path.glob("*/*")
@@ -91,7 +93,7 @@ def test_without_write_budget_no_file_is_evicted(tmp_path: Path):
     assert (made.drops, made.evictions, list(tmp_path.glob("*/*"))) == (1, 0, [tmp_path / block(1).file])
 
 
-def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Path):
+def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     queued = threading.Event()
     queued.set()
 
@@ -107,7 +109,10 @@ def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Pat
     wait(made)
     assert (made.persisted, len(index)) == (0, 0)
     assert (made.saves, made.errors, made.drops) == (3, 1, 2)
-    assert not made.can_accept(), "not at once again"
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    for clock.by, accepts in ((0.0, False), (PAUSE_AFTER_ERROR_SECONDS - 10, False), (PAUSE_AFTER_ERROR_SECONDS, True)):
+        assert made.can_accept() is accepts
 
 
 def test_a_part_that_cannot_get_its_name_leaves_no_file(tmp_path: Path):

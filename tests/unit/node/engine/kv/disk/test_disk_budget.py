@@ -23,6 +23,8 @@ def test_the_write_budget_continues_in_the_next_process(tmp_path: Path):
     assert left(1e9) == 1000, "too few bytes to store"
     assert first.take(791, 0.0)
     assert [left(1e9), left(1e9 + 0.3 * 86_400), left(2e9)] == [200, pytest.approx(500), 1000]
+    assert first.take(9, 0.0)
+    assert left(1e9) == 200, "bytes that are stored already do not count again"
     assert left(0.0) == 200, "a clock that was set back adds nothing"
     (tmp_path / FILE).write_text("{")
     assert left(1e9) == 1000

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import TEMPORARY
-from node.engine.kv.disk.disk_budget import FILE
+from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, FILE
 from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
 from node.engine.kv.disk.write_queue import RETRY_SECONDS, VERSIONS, CacheShape, list_entry_parts
 from node.engine.kv.kv_cache import Layers
@@ -25,6 +26,7 @@ from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, Ca
 from node.engine.kv.radix_trie import pack
 from node.engine.kv.window_history import StoredWindow, WindowPiece
 from wire.report import CacheState
+from wire.units import MIB
 
 PLAIN = CacheShape("m", frozenset({BlockPart.TOKENS}), 0)
 WINDOWS = CacheShape("m", frozenset({BlockPart.TOKENS, BlockPart.WINDOW}), BLOCK_TOKENS + 1)
@@ -307,6 +309,47 @@ def test_an_entry_is_written_if_its_prefill_takes_enough_longer_than_reading_it(
     disk.offer(entry, PLAIN, seconds)
     disk.offer(entry, PLAIN._replace(parts=frozenset()), 9.0)
     assert disk.describe(CacheState()).disk_waiting == count
+
+
+def test_quota_and_budget_follow_from_the_disk_and_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    total, free = 400 * MIB, 100 * MIB
+    disk_usage = SimpleNamespace(total=total, used=total - free, free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: disk_usage)
+    disk = open_cache(tmp_path)
+    begun = disk.describe(CacheState())
+    assert (begun.disk_quota, begun.disk_budget) == (free // 2, int(DAILY_DISK_SHARE * total))
+    state = write(disk, build_entry(PLAIN, IDS))
+    size = state.disk_bytes // 4
+    assert state.disk_quota == (free + 3 * size) // 2, "the files before the last one count as free space"
+    assert state.disk_budget == pytest.approx(DAILY_DISK_SHARE * total - 4 * size, abs=size)
+
+
+def test_parts_that_the_writer_has_not_written_wait_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    disk, entry, may, measure = open_cache(tmp_path), build_entry(PLAIN, IDS), threading.Event(), shutil.disk_usage
+
+    def wait(folder: Path) -> object:
+        assert may.wait(30)
+        return measure(folder)
+
+    monkeypatch.setattr("shutil.disk_usage", wait)
+    disk.offer(entry, PLAIN, 1.0)
+    for _ in range(2):  # the second call passes the copies of the first one to the writer
+        disk.write_next(time.monotonic(), busy=False, room=2, urgent=True)
+    waiting = disk.describe(CacheState()).disk_waiting
+    may.set()
+    assert waiting == 1 + 2, "the entry, of which parts are not copied yet, and two parts"
+    assert write(disk).disk_waiting == 0
+
+
+def test_an_idle_engine_writes_without_pauses(tmp_path: Path):
+    disk, entry = open_cache(tmp_path), build_entry(PLAIN, IDS)
+    entry.nbytes = 400 * MIB  # 100 MiB a part: a second apart while requests run
+    disk.offer(entry, PLAIN, 9.0)
+    counts = list[int]()
+    for now, busy in ((1.0, True), (1.9, True), (2.0, False), (2.001, False)):
+        disk.write_next(now, busy=busy, room=1)
+        counts.append(len(disk.queue.launched))
+    assert counts == [1, 0, 1, 1]
 
 
 def test_a_removed_entry_leaves_no_file_and_nothing_in_the_queue(tmp_path: Path):
