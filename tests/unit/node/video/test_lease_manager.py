@@ -20,6 +20,7 @@ from node.memory.sensor import read_process_identity
 from node.video import lease_granter, lease_manager
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
+from tests.support.readings import failing
 from tests.support.video.standin import standin
 from tests.support.video.studio import JOB, LEASE, Node
 from tests.unit.node.video.test_packages import package
@@ -120,10 +121,10 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert kinds(node) == [LeaseGranted, LeaseEnded]
 
 
-async def test_a_worker_wires_no_memory_if_the_settings_forbid_it(make: Make):
+async def test_a_worker_wires_no_memory_if_the_settings_forbid_it_and_may_lease_most_of_the_memory(make: Make):
     node = await make(memory__wire="off")
-    node.ask()
-    await node.frame(LeaseGranted)
+    node.ask(size=60 * GIB)
+    assert isinstance(await node.answer(), LeaseGranted)
     grant = read_grant(place(node))
     assert grant is not None
     assert grant.job["wire"] is False
@@ -176,10 +177,11 @@ async def test_a_release_of_an_unknown_lease_is_answered_and_an_acknowledgement_
         ({"size": 90 * GIB}, "lease_too_large", "the cap of 90.0 GiB leaves"),
         ({"size": 0}, "invalid_request", "0 bytes"),
         ({"lease": "../l"}, "invalid_request", "1 to 96 letters"),
-        ({"model": "absent"}, "video_not_ready", "this node has no such package"),
+        ({"model": "absent", "size": 88 * GIB}, "video_not_ready", "this node has no such package"),
     ],
 )
 async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], code: str, words: str):
+    """A reason that the end of requests cannot change is named even if the lease does not fit now."""
     node = await make()
     before = node.ceiling
     node.ask(**ask)
@@ -191,8 +193,12 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
 
 
 @pytest.mark.parametrize(("preload", "use"), [("", "in use"), ("scripted-1", "preloaded")])
-async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(make: Make, preload: str, use: str):
+async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(
+    make: Make, preload: str, use: str, monkeypatch: pytest.MonkeyPatch
+):
     node = await make(engine__scripted__weights="80GiB", models__preload=preload)
+    ordered, free = list[int](), node.supervisor.orders.free_memory
+    monkeypatch.setattr(node.supervisor.orders, "free_memory", lambda size: ordered.append(size) or free(size))
     node.chat(1)
     await node.until(
         lambda: node.supervisor.reports.latest and any(one.loaded for one in node.supervisor.reports.latest.models)
@@ -206,12 +212,28 @@ async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(
     assert 0 < refused.headroom < 20 * GIB
     assert f"scripted-1 ({use})" in refused.waiting_for
     assert node.supervisor.reports.freed_order == 1, "the engine was asked once to free memory"
+    assert ordered == [20 * GIB], "the engine counts its free memory itself"
     assert (node.ceiling, node.limiter.leases) == (before, 0)
     node.limiter.begin_lease(GIB, LeaseHolder.QUANTIZATION)
     node.ask(size=20 * GIB, lease="l-2")
     refused = await node.answer("l-2")
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "lease_held", "the end of the other lease is awaited first"
+
+
+async def test_a_lease_is_refused_at_once_while_the_engine_cannot_be_read(make: Make):
+    node = await make()
+    assert node.supervisor.child is not None
+    failing(node.supervisor.child.sensor).fails = True
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.headroom, refused.waiting_for) == (
+        "memory_unreadable",
+        None,
+        "a reading of the engine's footprint",
+    )
+    assert node.supervisor.reports.freed_order == 0, "free memory would not help"
 
 
 async def test_memory_that_is_leased_to_a_quantization_is_not_leased_to_a_video(make: Make):
@@ -243,24 +265,37 @@ async def test_a_lease_whose_folder_cannot_be_created_is_refused_and_takes_nothi
     assert isinstance(await node.answer("l-2"), LeaseGranted)
 
 
-async def test_a_package_that_is_lost_while_the_ceiling_is_lowered_is_refused(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("happen", "code", "message"),
+    [
+        (
+            lambda node: node.studio.offer.set_unready("the environment is gone"),
+            "video_not_ready",
+            "wan cannot be used on this node: this node has no such package",
+        ),
+        (
+            lambda node: node.studio.pause("its owner uses it"),
+            "node_paused",
+            "this node accepts no leases: its owner uses it",
+        ),
+    ],
+    ids=["package", "pause"],
+)
+async def test_an_obstacle_that_arises_while_the_ceiling_is_lowered_refuses_the_lease(
+    make: Make, monkeypatch: pytest.MonkeyPatch, happen: Callable[[Node], None], code: str, message: str
 ):
     node, begin = await make(), Limiter.begin_lease
     before = node.ceiling
 
     def begin_lease(limiter: Limiter, size: int, holder: LeaseHolder) -> None:
         begin(limiter, size, holder)
-        node.studio.offer.set_unready("the environment is gone")
+        happen(node)
 
     monkeypatch.setattr(Limiter, "begin_lease", begin_lease)
     node.ask()
     refused = await node.answer()
     assert isinstance(refused, LeaseRefused)
-    assert (refused.code, refused.message) == (
-        "video_not_ready",
-        "wan cannot be used on this node: this node has no such package",
-    )
+    assert (refused.code, refused.message) == (code, message)
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
