@@ -177,7 +177,6 @@ class BatchRecovery:
         ended = [row for row in rows if row.reason and loaded_model.ledger.is_committed(row.commitment)]
         if not ended:
             return
-        self._batches.invalidate_step()
         self.store_rows(loaded_model, ended)
         self.drop_rows(loaded_model, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():

@@ -96,6 +96,7 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
     assert (grant.job["out"], grant.job["wire"]) == (str(place(node) / "out"), True)
     assert grant.job["package"] == str(tmp_path / "packages" / MODEL)
+    assert {grant.environment[name] for name in ("HOME", "TMPDIR")} == {str(place(node) / "scratch")}
     told = node.supervisor.orders.limits_number
     node.release("cancelled")
     await node.until(lambda: not node.limiter.leases)

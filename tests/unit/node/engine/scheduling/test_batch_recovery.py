@@ -211,9 +211,12 @@ def test_a_row_that_was_preempted_is_rebuilt_with_its_next_batch(driver: Driver)
 
 
 def test_a_rebuild_frees_the_memory_of_a_batch_that_its_caller_holds(driver: Driver):
+    driver.answer("word " * 60, ONE_TOKEN)
     decoding(driver, 2)
     (batch,), (number,) = driver.batches().values(), driver.batches()
     nbytes, active = batch.sum_nbytes(), mx.get_active_memory()
+    assert driver.engine.parts.prefix_cache.entries
     driver.engine.parts.scheduler.recovery.rebuild_batch(driver.resident(), number, RuntimeError("native fault"))
     assert active - mx.get_active_memory() >= nbytes > 0
     assert mx.get_cache_memory() == 0
+    assert driver.engine.parts.prefix_cache.entries == (), "the fault may be in a cached prefix"

@@ -399,6 +399,8 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
 @pytest.mark.parametrize("fault", ["prefill_rows", "prepare_rows", "add_prepared"])
 def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str):
     """Neither the prefilled requests nor those that decode at the same time lose their answers."""
+    driver.answer("word " * 60, ONE_TOKEN)
+    (*_, entry) = driver.engine.parts.prefix_cache.entries
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])
     whole: Any = packed_prefill if fault == "prefill_rows" else DecodeBatch
@@ -415,6 +417,7 @@ def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch
     numbers = [first, *(driver.ask(one["prompt"]) for one in SHORT[1:6])]
     driver.until(lambda: raised)
     assert (batch in driver.batches().values()) == (fault != "add_prepared"), "a batch that raised is discarded"
+    assert not entry.is_stored, "the fault may be in a cached prefix"
     verbatim(driver, numbers)
     assert raised
 

@@ -460,6 +460,22 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     assert all(not one.is_stored or one.length < 40 for one in entries(driver))
 
 
+def test_the_hash_of_a_prompt_depends_on_the_files_of_its_model_and_not_on_its_name(tmp_path: Path):
+    """Nodes report it, and may have the same model under other names."""
+    for name, folder in (("a", "llama"), ("b", "llama"), ("c", "qwen3")):
+        (tmp_path / name).symlink_to(models.path(folder))
+    driver, hashes = Driver(tmp_path), list[bytes]()
+    for name in ("a", "b", "c"):
+        number = driver.ask("word " * 60, ONE_TOKEN, model=name)
+        ended(driver, number)
+        admitted = driver.said[number][0]
+        assert isinstance(admitted, Admitted)
+        hashes.append(admitted.prompt_hash)
+    first, second, other = hashes
+    assert first == second != other
+    assert len(first) == 16
+
+
 def test_a_fault_in_a_prefill_removes_cached_prefixes(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     fill(driver, MIB)
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ from node.engine.build import build
 from node.engine.kv.disk import disk_budget
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
-from node.engine.kv.disk.block_reader import PlannedPart, ReadPlan
+from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.kv.prefix_memory import PrefixMemory
@@ -225,13 +225,18 @@ def test_a_restoration_that_does_not_fit_waits_or_is_refused(
     driver.gate.refuses = lambda site, _: site is GateSite.RESTORE and next(refusals)
     beside = driver.ask("word", GenerationParams(temperature=1.0, max_tokens=60, seed=1))
     driver.until(lambda: driver.ids[beside, 0])
-    plans, begin = list[ReadPlan](), DiskCache.begin_restore
-    monkeypatch.setattr(
-        DiskCache, "begin_restore", lambda disk, plan, *_: (plans.append(plan), begin(disk, plan, *_))[1]
-    )
+    plans, delays, begin = list[ReadPlan](), list[float](), DiskCache.begin_restore
+
+    def begin_restore(disk: DiskCache, plan: ReadPlan, cache: Layers) -> DiskRestore:
+        plans.append(plan)
+        delays.extend(prefill.retry_at for prefill in driver.engine.parts.scheduler.prefills)
+        return begin(disk, plan, cache)
+
+    monkeypatch.setattr(DiskCache, "begin_restore", begin_restore)
     end, ids = answer(driver, words(COUNT))
     assert (ids, end.cached_tokens >= 2304) == (wanted, True)
     (plan,) = plans
+    assert delays == [0.0], "a prompt that is being restored waits no longer"
     needs = {estimate for site, estimate in driver.gate.asked if site is GateSite.RESTORE}
     assert needs == {3 * plan.nbytes // len(plan.parts)}, "a file and its arrays"
 
