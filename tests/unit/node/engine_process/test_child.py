@@ -257,6 +257,13 @@ async def test_a_released_child_holds_no_descriptor_and_its_output_is_in_the_log
     assert (tmp_path / "engine.log").read_text() == f"{ROOT}\ntrouble\n" * 2, "the program runs where its modules are"
 
 
+async def test_a_child_has_a_session_of_its_own(tmp_path: Path):
+    """Ctrl-C in the terminal of the node does not reach it: the agent ends it in order."""
+    program = "import os; print(os.getpid() == os.getpgid(0) == os.getsid(0))"
+    await start_and_release(tmp_path, sys.executable, "-c", program)
+    assert (tmp_path / "engine.log").read_text() == "True\n"
+
+
 async def test_a_program_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path):
     await start_and_release(tmp_path, "true")
     before = sorted(os.listdir("/dev/fd"))

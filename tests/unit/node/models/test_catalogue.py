@@ -7,6 +7,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,13 @@ from structlog.testing import capture_logs
 
 from node.hub.digests import DigestStore, find_content, hash_file, list_content_files
 from node.models import catalogue
-from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
+from node.models.catalogue import (
+    EMBEDDED,
+    SCAN_INTERVAL_SECONDS,
+    SCAN_VALID_SECONDS,
+    ModelCatalogue,
+    describe_folder,
+)
 from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder, use_hub_folder
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import find_unknown_dimensions, name_quantization, predict_kv, predict_transient
@@ -28,6 +35,7 @@ from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
 from tests.support.processes import until
+from tests.support.readings import Later
 from wire.capacity.arithmetic import estimate_prefill_transient
 from wire.models.version import ModelVersion
 from wire.report import KvParameters, TransientModel
@@ -778,6 +786,47 @@ def test_a_model_with_a_broken_dense_layer_is_changed(tmp_path: Path):
     assert not made.is_unchanged(found)
 
 
+def test_each_file_that_changes_prompts_or_answers_changes_the_fingerprint(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    names = (
+        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
+        "added_tokens.json vocab.json vocab.txt merges.txt spiece.model tiktoken.model tekken.json chat_template.jinja "
+        "chat_template.json preprocessor_config.json processor_config.json modules.json 1_Pooling/config.json "
+        "1_LogitScore/config.json config_sentence_transformers.json sentence_bert_config.json 2_Dense/config.json "
+        "2_Dense/model.safetensors 3_Dense/config.json 3_Dense/model.safetensors 4_Dense/config.json "
+        "4_Dense/model.safetensors"
+    ).split()
+    fingerprints = set[str]()
+    for name in ("config.json", *names):
+        if name != "config.json":
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(tensors() if name.endswith(".safetensors") else b"{}")
+        found = describe_folder("m", folder)
+        assert found is not None
+        assert found.fingerprint not in fingerprints, name
+        fingerprints.add(found.fingerprint)
+
+
+def test_a_scan_is_valid_for_a_time_and_the_embedded_model_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    clock = Later()
+    monkeypatch.setattr(time, "monotonic", clock)
+    made = library(tmp_path)
+    (embedded,) = made.get_models().values()
+    assert not embedded.removable
+    assert describe_folder("m", model(tmp_path / "m")).removable  # type: ignore[union-attr]
+    clock.by = SCAN_INTERVAL_SECONDS - 5.0
+    assert (made.refresh(), list(made.get_models())) == (False, [EMBEDDED.name])
+    clock.by = SCAN_INTERVAL_SECONDS
+    assert (made.refresh(), list(made.get_models())) == (True, ["m"])
+    model(tmp_path / "n")
+    clock.by = SCAN_INTERVAL_SECONDS + SCAN_VALID_SECONDS / 2
+    assert made.find_fresh("n") is None
+    clock.by = SCAN_INTERVAL_SECONDS + SCAN_VALID_SECONDS + 1.0
+    assert made.find_fresh("n") is not None
+
+
 def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     whole = safetensors(("F32", 64))
@@ -1104,6 +1153,23 @@ def test_a_loaded_model_does_not_get_the_content_hash_of_files_that_replaced_its
     hash_folder(folder, store)
     made.scan()
     assert made.get_models()["m"].content == ""
+
+
+def test_a_loaded_model_does_not_get_the_content_hash_of_a_model_of_its_name_in_another_folder(tmp_path: Path):
+    folder = model(tmp_path / "late" / "m")
+    store = DigestStore(tmp_path / "digests.json")
+    folders = tuple(str(tmp_path / name) for name in ("first", "late"))
+    settings = ModelSettings(folders=folders, use_huggingface_cache=False)
+    made = ModelCatalogue(settings, {}, lambda folder: find_content(folder, store))
+    made.scan()
+    loaded = made.get_models()["m"]
+    assert loaded.folder == folder
+    made.pin(loaded)
+    hash_folder(model(tmp_path / "first" / "m", {**LLAMA, "hidden_size": 128}), store)
+    made.scan()
+    assert made.get_models()["m"].content == ""
+    made.unpin("m")
+    assert made.get_models()["m"].content
 
 
 def hash_folder(folder: Path, store: DigestStore) -> None:

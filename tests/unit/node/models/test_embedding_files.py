@@ -11,7 +11,7 @@ from node.models.embedding_files import MAX_FILE_BYTES, EmbeddingFilesError, rea
 from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from node.settings import ModelSettings, NodeSettings
 from node.settings.node import check_settings
-from tests.support.engine.embedders import MODULE, make_embedder, write_json
+from tests.support.engine.embedders import HIDDEN, MODULE, make_embedder, write_json
 from wire.models.kind import ModelKind
 
 TANH = "torch.nn.modules.activation.Tanh"
@@ -185,6 +185,21 @@ def test_as_many_modules_and_bytes_as_allowed_are_followed(tmp_path: Path):
     file.write_text(file.read_text().ljust(MAX_FILE_BYTES))
     layout = read_embedding_layout(folder, {})
     assert ([dense.outputs for dense in layout.dense], layout.normalize) == ([8, 6, 4], True)
+
+
+def test_dense_layers_count_as_weights_and_a_length_can_only_shorten_the_context(tmp_path: Path):
+    plain = describe_folder("p", make_embedder(tmp_path / "p"))
+    folder = make_embedder(tmp_path / "e", dense=((8, TANH),))
+    dense = describe_folder("e", folder)
+    assert plain is not None
+    assert dense is not None
+    size = 4 * (8 * HIDDEN + 8)
+    assert (dense.weights - plain.weights, dense.stored - plain.stored) == (size, size)
+    for length, context in ((100, 100), (10**6, plain.context)):
+        write_json(folder / "sentence_bert_config.json", {"max_seq_length": length})
+        found = describe_folder("e", folder)
+        assert found is not None
+        assert found.context == context
 
 
 def test_a_dense_layer_has_a_bias_and_tanh_unless_its_config_says_otherwise(tmp_path: Path):

@@ -27,8 +27,9 @@ def test_reasoning_is_found_in_the_tokenizer_s_config(tmp_path: Path, template: 
 
 def test_a_template_file_replaces_that_of_the_tokenizer_s_config(tmp_path: Path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": OPENS}))
-    (tmp_path / "chat_template.jinja").write_text(CUTS)
-    assert not has_reasoning(tmp_path)
+    for text in (CUTS, ""):
+        (tmp_path / "chat_template.jinja").write_text(text)
+        assert not has_reasoning(tmp_path)
 
 
 def test_files_without_a_template_have_no_reasoning(tmp_path: Path):
