@@ -789,13 +789,34 @@ def test_a_model_with_a_broken_dense_layer_is_changed(tmp_path: Path):
 def test_each_file_that_changes_prompts_or_answers_changes_the_fingerprint(tmp_path: Path):
     folder = model(tmp_path / "m")
     names = (
-        "generation_config.json tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json "
-        "added_tokens.json vocab.json vocab.txt merges.txt spiece.model tiktoken.model tekken.json chat_template.jinja "
-        "chat_template.json preprocessor_config.json processor_config.json modules.json 1_Pooling/config.json "
-        "1_LogitScore/config.json config_sentence_transformers.json sentence_bert_config.json 2_Dense/config.json "
-        "2_Dense/model.safetensors 3_Dense/config.json 3_Dense/model.safetensors 4_Dense/config.json "
-        "4_Dense/model.safetensors"
-    ).split()
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "tiktoken.model",
+        "tekken.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "modules.json",
+        "1_Pooling/config.json",
+        "1_LogitScore/config.json",
+        "config_sentence_transformers.json",
+        "sentence_bert_config.json",
+        "2_Dense/config.json",
+        "2_Dense/model.safetensors",
+        "3_Dense/config.json",
+        "3_Dense/model.safetensors",
+        "4_Dense/config.json",
+        "4_Dense/model.safetensors",
+    )
     fingerprints = set[str]()
     for name in ("config.json", *names):
         if name != "config.json":
