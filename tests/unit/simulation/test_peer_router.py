@@ -1,4 +1,4 @@
-"""Routers of other projects: the chosen node, tries after refusals and losses, and the tokens that they expect there."""
+"""Routers of other projects: the chosen node, tries after refusals and losses, and expected tokens."""
 
 import asyncio
 from collections.abc import Callable

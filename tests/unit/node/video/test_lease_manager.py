@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from node.memory.limits import LeaseHolder, Limiter
-from node.memory.sensor import read_process_identity
+from node.memory.sensor import list_group_members, read_process_identity
 from node.video import lease_granter, lease_manager
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
@@ -161,6 +161,8 @@ async def test_a_second_lease_is_refused_while_one_is_held_and_granted_afterward
     node.ask(size=GIB, lease="l-2")
     await node.frame(LeaseGranted, "l-2")
     assert node.limiter.leases == GIB
+    node.release("", "l-2")
+    assert (await node.ended("l-2")).code == "released", "an order without a cause"
 
 
 async def test_a_release_of_an_unknown_lease_is_answered_and_an_acknowledgement_is_not(make: Make):
@@ -506,7 +508,11 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     await node.until(lambda: node.lender.list_states()[0].footprint > 50_000_000)
     (state,) = node.lender.list_states()
     assert (state.step, state.steps, state.phase) == (1, 4, LeasePhase.DENOISING)
+    assert node.lender.compute_report_key() == (("l-1", LeasePhase.DENOISING, 5 + 90 // 4, LEASE),)
     assert state.peak >= state.footprint
+    stored = msgspec.json.decode((place(node).parent / "leases.json").read_bytes(), type=LeaseLedger).holding
+    assert stored is not None
+    assert stored.worker == WorkerGroup(pid=worker, born=read_process_identity(worker)), "a restarted agent ends it"
     assert node.poll.build_system_memory().worker >= 50_000_000
     assert node.limiter.worker == worker
     assert node.ceiling == before - LEASE
@@ -547,11 +553,22 @@ async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, c
         ("stall", "worker_stalled", "no progress for 1 s"),
     ],
 )
-async def test_a_job_may_have_less_time_than_the_settings_allow(make: Make, limit: str, code: str, words: str):
+async def test_a_job_may_have_less_time_than_the_settings_allow(
+    make: Make, limit: str, code: str, words: str, monkeypatch: pytest.MonkeyPatch
+):
+    living, end = list[tuple[int, ...]](), Limiter.end_lease
+
+    def end_lease(limiter: Limiter) -> None:
+        assert limiter.worker is not None
+        living.append(list_group_members(limiter.worker))
+        end(limiter)
+
+    monkeypatch.setattr(Limiter, "end_lease", end_lease)
     node = await make(attends=True)
     node.ask(job={**JOB, "prompt": "hold=denoising", limit: 1.0})
     ended = await node.ended()
     assert (ended.code, ended.message) == (code, words)
+    assert living == [()], "its memory is returned after the end of its processes"
 
 
 async def test_a_job_that_is_done_without_a_clip_has_failed(make: Make):

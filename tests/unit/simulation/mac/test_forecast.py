@@ -23,10 +23,10 @@ DECODING = (1 + CHUNK_PER_STEP) / CHUNK_PER_STEP
     ("lefts", "seconds"),
     [
         ([3.0], 3.0),
-        ([5.0, 2.0], 4.0),  # 2 s of each, alternately
-        ([2.0, 5.0], 7.0),  # the oldest is the shortest
-        ([9.0, 4.0, 2.0], 4.0),  # 2 s of the newest, and 2 s of the oldest
-        ([9.0, 2.0, 4.0], 12.0),  # the second one ends after 4 s, the newest 8 s later
+        ([5.0, 2.0], 4.0),
+        ([2.0, 5.0], 7.0),
+        ([9.0, 4.0, 2.0], 4.0),
+        ([9.0, 2.0, 4.0], 12.0),
         ([1.0, 1.0, 6.0], 8.0),
         ([4.0, 1.0, 6.0], 11.0),
     ],

@@ -1,4 +1,4 @@
-"""Memory of a simulated node: its readings, what is evicted for a request, leases, and room for ended chats."""
+"""Memory of a simulated node: its readings, evictions for requests, leases, and room for ended chats."""
 
 import pytest
 
