@@ -34,7 +34,7 @@ from node.memory.cap import MachineBounds, MetalDevice
 from node.memory.metal_limit import write_device
 from node.memory.sensor import describe_machine
 from node.settings import SECTIONS, resolve_settings
-from tests.support.cluster.enrolment import opened
+from tests.support.cluster.enrolment import Wall, opened
 from wire.identity import NodeId
 from wire.units import GIB
 
@@ -187,11 +187,12 @@ def test_invalid_arguments_end_with_exit_code_2(arguments: tuple[str, ...]) -> N
 def test_the_machine_is_reported_with_its_folders_and_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "there").mkdir()
+    (tmp_path / "file").touch()
     layer: dict[str, object] = {
         "engine.kind": "scripted",
         "engine.scripted.memory": "32GiB",
         "node.machine": "m-7",
-        "models.folders": [str(tmp_path / "there"), "~/gone"],
+        "models.folders": [str(tmp_path / "there"), "~/gone", str(tmp_path / "file")],
         "worker.enabled": False,
         "worker.ray_ports": 31000,
     }
@@ -203,9 +204,9 @@ def test_the_machine_is_reported_with_its_folders_and_sections(tmp_path: Path, m
     }
     assert report["engine"] == "scripted"
     assert report["video"] == {"enabled": False, "first_port": 31000}
-    there, gone = str(tmp_path / "there"), str(Path.home() / "gone")
-    assert report["folders"] == [there, gone, "/hub-of-environment"]
-    assert report["missing_folders"] == [gone]
+    there, gone, file = str(tmp_path / "there"), str(Path.home() / "gone"), str(tmp_path / "file")
+    assert report["folders"] == [there, gone, file, "/hub-of-environment"]
+    assert report["missing_folders"] == [gone, file], "models are read from folders only"
     assert report["sections"] == sorted(SECTIONS)
     assert (report["identity"], report["identity_error"], report["dialled"]) == (None, "", [])
     assert report["memory"]["metal_reported"] is False
@@ -214,7 +215,7 @@ def test_the_machine_is_reported_with_its_folders_and_sections(tmp_path: Path, m
     settings = resolve_settings([("x", {**layer, "models.use_huggingface_cache": False})]).value
     report = report_machine(tmp_path, settings)
     assert (report["memory"]["metal_reported"], report["memory"]["metal"]) == (True, 20 * GIB)
-    assert report["folders"] == [there, gone]
+    assert report["folders"] == [there, gone, file]
 
 
 def test_memory_is_reported_with_cap_margin_and_warnings() -> None:
@@ -245,6 +246,8 @@ def test_memory_is_reported_with_cap_margin_and_warnings() -> None:
     assert report["warning"].startswith("memory.margin is 0")
     report = report_memory(resolve_settings([("x", {"memory.tier": "safe"})]).value, bounds)
     assert report["safe"] == 52 * GIB
+    report = report_memory(resolve_settings([("x", {"memory.cap": "40GiB"})]).value, bounds)
+    assert report["margin_measured"] is True, "the cap is set, the margin is not"
 
 
 def joined(folder: Path, authority: ClusterCa, *addresses: str) -> NodeIdentity:
@@ -312,6 +315,14 @@ async def test_a_server_of_another_cluster_or_without_tls_proves_nothing(tmp_pat
             await asyncio.to_thread(thread.join)
     assert (seen["errno"], seen["proven"]) == (0, None), "the connection itself succeeded"
     assert seen["error"]
+
+
+async def test_a_wrong_clock_does_not_make_the_coordinator_a_stranger(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c", Wall(time.time() + 5 * 86400)) as door:
+        member = joined(tmp_path / "n", door.authority, door.address)
+        seen = await asyncio.to_thread(dial_coordinator, member, door.address)
+    assert (seen["errno"], seen["proven"]) == (0, None), "its certificate is valid from a later time on"
+    assert "correct it" in seen["error"]
 
 
 def test_an_identity_of_another_machine_is_an_error_and_no_address_is_dialled(tmp_path: Path) -> None:

@@ -485,6 +485,22 @@ def test_the_report_has_the_order_to_free_memory_and_the_expected_length_of_an_a
     assert [model.expected_output for model in bench.report().models] == [7]
 
 
+def test_the_report_has_the_speeds_and_the_metal_limit_of_the_settings():
+    report = Bench(step_ms=40, metal="48GiB").report()
+    assert report.metal_limit == 48 * GIB
+    assert report.models[0].decode_speed == pytest.approx(25)
+
+
+def test_the_report_counts_a_preempted_request_as_waiting():
+    bench = Bench(MemoryLimits(6 * GIB, 5 * GIB + 900 * MIB, GIB, "static"), kv_per_token=MIB)
+    for _ in range(2):
+        bench.ask("x " * 96, expected=10, max_tokens=700)
+    while not bench.report().counts.preemptions:
+        assert bench.turn()
+    report = bench.report()
+    assert report.waiting == 2 - report.running > 0
+
+
 def test_a_cancel_is_final_in_every_phase():
     bench = Bench(max_batch_size=1)
     running, waiting = bench.ask(max_tokens=100), bench.ask(max_tokens=100)

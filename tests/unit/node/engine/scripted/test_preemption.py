@@ -172,6 +172,7 @@ def test_the_oldest_preempted_request_that_precedes_requires_its_bytes(bench: Be
 def test_a_preempted_request_returns_with_new_commitments_when_there_is_room(bench: Bench):
     sequence = bench.add(1, rows=2, sent=3)
     bench.preemptor.preempt(sequence, for_key=False)
+    assert bench.preemptor.preemptions == 1, "requests are counted, not their rows"
     need = needed(sequence)
     bench.memory.refused, bench.memory.peak_expiry = NO_ROOM, 99.0
     bench.preemptor.return_next(10.0)

@@ -86,10 +86,10 @@ class Played:
             if cancel and sequence is not None:
                 self.parts.preemptor.drop(sequence, time)
             elif not cancel:
-                self._add(number, ask, time)
+                self.add(number, ask, time)
         self.until(None)
 
-    def _add(self, number: int, ask: Ask, now: float) -> None:
+    def add(self, number: int, ask: Ask, now: float) -> None:
         params = GenerationParams(max_tokens=ask.output)
         frame = Generate(
             number,
@@ -148,6 +148,8 @@ def test_equal_turns_at_once_are_the_same_as_single_turns(requests: list[Ask], h
     ]
     assert [time for time, *_ in at_once] == pytest.approx([time for time, *_ in alone], rel=1e-6)
     assert single.parts.preemptor.preemptions == leaping.parts.preemptor.preemptions
+    assert single.parts.batch.steps == leaping.parts.batch.steps
+    assert single.parts.batch.prefill_tokens == leaping.parts.batch.prefill_tokens
 
 
 def test_a_long_answer_is_computed_in_few_turns():
@@ -155,6 +157,30 @@ def test_a_long_answer_is_computed_in_few_turns():
     played.play([Ask(0.0, 100, 2000, 2000, "small", "ada", None)])
     assert played.story()[-1][1:3] == ("Finished", 1)
     assert played.steps < 10
+    assert (played.parts.batch.steps, played.parts.batch.prefill_tokens) == (1999, 100)
+
+
+def test_the_tokens_of_a_long_prompt_are_counted_once():
+    played = Played(40 * 10**8, 4, leap=False)
+    played.play([Ask(0.0, 4000, 2, 2, "small", "ada", None)])
+    assert played.parts.batch.prefill_tokens == 4000
+
+
+def test_an_engine_whose_only_request_is_preempted_waits_until_it_may_return():
+    played = Played(40 * 10**8, 4, leap=False)
+    played.now = 1.0
+    played.add(1, Ask(0.0, 300, 200, 100, "small", "ada", None), 1.0)
+    played.until(2.0)
+    sequence = played.parts.table.find(1)
+    assert sequence is not None
+    played.parts.turns.interrupt(2.0)
+    played.parts.preemptor.preempt(sequence, for_key=False)
+    played.parts.preemptor.return_at = 7.0
+    played.until(3.0)
+    assert played.parts.turns.next_at(3.0) == 7.0
+    assert played.parts.turns.next_at(8.0) == 8.0
+    played.until(None)
+    assert played.story()[-1][1:3] == ("Finished", 1)
 
 
 def test_a_turn_lasts_as_long_as_its_forwards():
