@@ -180,6 +180,8 @@ def test_over_hard_what_was_not_delivered_is_refused_with_numbers_and_can_be_pla
     assert end.refused.code is RefusalCode.NO_ROOM
     assert end.refused.numbers is not None
     assert end.refused.numbers.cap == ROOMY.cap
+    assert end.prompt_tokens is not None
+    assert end.prompt_tokens > 4000
     assert report(driver).memory.reserved == 0
 
 

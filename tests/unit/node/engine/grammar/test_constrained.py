@@ -234,6 +234,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch
     assert (end.code, "too many states" in end.message) == ("grammar_failed", True)
     finished(driver, beside)
     assert driver.text[beside, 0, Channel.CONTENT] == THINK["answer"]
+    assert driver.engine.report(0.0).counts.failures == 0, "its grammar failed, not the engine"
 
 
 # tools

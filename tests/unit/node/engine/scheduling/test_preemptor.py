@@ -414,11 +414,15 @@ def test_an_answer_without_room_is_preempted_only_where_another_request_could_fr
         assert (end.code, end.message) == ("no_headroom", "no room by script")
 
 
-def test_a_preempted_answer_that_will_never_fit_ends_with_the_numbers(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("count", [1, 2])
+def test_preempted_answers_that_will_never_fit_end_with_the_numbers(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, count: int
+):
     monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
-    number = start(driver, "short", ANSWER)
+    number, *others = [start(driver, "short", ANSWER) for _ in range(count)]
     scheduler = driver.engine.parts.scheduler
-    scheduler.preemptor.preempt(scheduler.live[number])
+    for preempted in (number, *others):
+        scheduler.preemptor.preempt(scheduler.live[preempted])
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     driver.take(MemoryLimits(8 * GIB, memory.current // 2, 0, "dynamic"))
