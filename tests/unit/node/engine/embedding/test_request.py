@@ -82,6 +82,18 @@ def test_a_text_in_progress_reserves_what_its_cache_lacks(driver: Driver):
     assert (text.cache, request.has_ended) == ([], True)
 
 
+def test_the_cache_of_a_text_in_progress_is_no_longer_reserved(folder: Path):
+    driver = Driver(folder, prefill_step_size=32, min_prefill_step=FLOOR)
+    driver.vectors(driver.embed("warm", model="vectors"))
+    request = find(driver, driver.embed(ids=ids(200), model="vectors"))
+    whole = request.compute_reserved_bytes()
+    driver.until(lambda: request.partial is not None and request.partial.cache and request.partial.stored_tokens)
+    assert request.partial is not None
+    held = min(sum_nbytes(request.partial.cache), compute_row_bytes(request.loaded_model.kv, 200))
+    assert request.compute_reserved_bytes() == whole - held < whole
+    driver.engine.close()
+
+
 def test_a_shared_beginning_counts_once_and_its_cache_is_reserved_beside_the_longest_text(driver: Driver):
     query = "what do the rivers of this country have to do with its mountains? " * 3
     request = find(driver, driver.embed("Paris", "rain", "the sea", model="scores", query=query))
@@ -127,3 +139,5 @@ def test_a_wait_ends_with_a_forward_and_the_first_one_begins_the_request(driver:
     end = request.build_finished(request.begun + 4.0)
     assert (end.timings.waiting, end.timings.prefill) == (60.0 - request.arrived, 4.0)
     assert (end.request, end.prompt_tokens, end.cached_tokens) == (request.number, 3, 0)
+    request.cached, request.restored_tokens = 3, 2
+    assert request.build_finished(70.0).cached_tokens == 2, "not all tokens of its admission were still there"

@@ -194,6 +194,7 @@ def test_a_fault_ends_its_own_request_only(driver: Driver):
     end = driver.end(bad)
     assert isinstance(end, Failed)
     assert end.code == FailureCode.ENGINE_ERROR
+    assert driver.engine.report(0.0).counts.failures == 1
     assert len(driver.vectors(driver.embed("hello"))) == 1
 
 
@@ -264,6 +265,47 @@ def test_the_newest_request_is_ended_first(driver: Driver):
     assert driver.engine.parts.embeddings.end_newest(Refused(RefusalCode.NO_ROOM, "over the cap"), 0.0)
     assert isinstance(driver.end(second), Refusal)
     assert isinstance(driver.end(first), Finished)
+    assert driver.engine.report(0.0).counts.sheds == 1
+
+
+def test_the_newest_request_is_ended_after_a_forward_that_exceeds_the_cap(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = Driver(folder, prefill_step_size=64)
+    driver.vectors(driver.embed("warm"))
+    over = [Refused(RefusalCode.NO_ROOM, "over the cap")]
+    monkeypatch.setattr(driver.engine.parts.forwards, "check_cap", lambda: over.pop() if over else None)
+    first, second = driver.embed("word " * 300), driver.embed("word " * 300)
+    end = driver.end(second)
+    assert isinstance(end, Refusal)
+    assert end.refused.message == "over the cap"
+    assert isinstance(driver.end(first), Finished)
+
+
+def test_a_request_without_room_waits_for_a_recent_peak_to_fall(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.vectors(driver.embed("warm"))
+    monkeypatch.setattr(driver.engine.parts.forwards, "find_peak_expiry", lambda: time.monotonic() + 1.0)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.EMBED
+    number = driver.embed("hello", "you")
+    driver.turn()
+    assert driver.ended(number) is None
+    driver.gate.refuses = lambda site, estimate: False
+    assert isinstance(driver.end(number), Finished)
+
+
+def test_the_check_of_a_chunk_has_the_bytes_of_its_head(tmp_path: Path):
+    make_embedder(tmp_path / "mean", modes=("pooling_mode_mean_tokens",))
+    driver = Driver(tmp_path, prefill_step_size=64)
+    driver.vectors(driver.embed("warm"))
+    loaded = driver.resident()
+    assert loaded.head is not None
+    assert loaded.head.estimate_bytes(64) > 0
+    expected = loaded.estimator.estimate_chunk(64, 0) + loaded.head.estimate_bytes(64)
+    driver.gate.asked.clear()
+    driver.embed("word " * 300)
+    driver.turn()
+    asked = [estimate for site, estimate in driver.gate.asked if site is GateSite.EMBED]
+    assert asked[0] == expected
 
 
 def test_requests_for_embeddings_are_reported_as_waiting_and_end_over_the_hard_limit(driver: Driver):

@@ -11,6 +11,7 @@ from node.engine.embedding.runner import WaitingText, estimate_batch_bytes
 from node.engine.embedding.shared_beginning import count_shared_tokens
 from node.engine.kv.kv_cache import sum_nbytes
 from node.engine.memory.gate import GateSite
+from node.engine.models.model_stats import ModelStats
 from tests.support.engine.embedders import make_embedder, make_reranker
 from tests.support.engine.text_engine import Driver
 from wire.frames import NUMBER_BYTES, Finished, Refusal
@@ -62,6 +63,22 @@ def test_the_beginning_runs_once_and_the_scores_are_those_of_single_documents(dr
     assert isinstance(end, Finished)
     assert end.prompt_tokens == tokens
     assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_the_pace_is_measured_with_the_tokens_before_each_text(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    measured: list[tuple[int, float]] = []
+    record = ModelStats.record_prefill
+
+    def noted(stats: ModelStats, tokens: int, seconds: float, back: float) -> None:
+        measured.append((tokens, back))
+        record(stats, tokens, seconds, back)
+
+    monkeypatch.setattr(ModelStats, "record_prefill", noted)
+    driver.vectors(driver.embed(*DOCUMENTS, query=QUERY))
+    _, shared = count_tokens(driver, DOCUMENTS)
+    assert measured[0] == (shared, pytest.approx(shared / 2))
+    assert len(measured) > 1
+    assert all(back > shared for _, back in measured[1:])
 
 
 def test_long_documents_continue_the_beginning_in_chunks(folder: Path, driver: Driver):
