@@ -2,15 +2,19 @@
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from coordinator.tls.cluster_ca import ClusterCa
+from node import assembly
 from node.agent.identity import NodeIdentity, new_request, store_identity
 from node.agent.reporter import Reporter
 from node.assembly import Node, add_own_folder, assemble
+from node.engine_process.supervisor import Supervisor
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings, resolve_settings
@@ -79,6 +83,58 @@ async def test_a_node_works_while_memory_is_leased(node: Node, limiter: Limiter)
     assert node.is_working()
     limiter.end_lease()
     assert not node.is_working()
+
+
+async def test_a_node_works_while_an_order_about_model_files_runs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node.model_orders, "is_working", lambda: True)
+    assert node.is_working()
+
+
+async def test_files_are_hashed_only_while_the_node_is_shared_and_does_not_work(
+    tmp_path: Path,
+    settings: NodeSettings,
+    identity: NodeIdentity,
+    limiter: Limiter,
+    reports: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[Callable[[], bool]] = []
+
+    def keep(*_: object, is_busy: Callable[[], bool], on_change: object) -> None:
+        given.append(is_busy)
+
+    monkeypatch.setattr(assembly, "IdleHasher", keep)
+    machine = open_machine(settings)
+    node = assemble(identity, settings, tmp_path / "state", machine, limiter, HARDWARE, version="1.2")
+    (is_busy,) = given
+    assert not is_busy()
+    node.sharing.apply_order(PauseNode(None, "ann"))
+    assert is_busy()
+    node.sharing.apply_order(PauseNode(0.0, "ann"))
+    assert not is_busy()
+    monkeypatch.setattr(node.model_orders, "is_working", lambda: True)
+    assert is_busy()
+
+
+async def test_the_engine_has_its_scratch_folder_and_the_wired_memory_without_a_worker(
+    tmp_path: Path,
+    settings: NodeSettings,
+    identity: NodeIdentity,
+    limiter: Limiter,
+    reports: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[tuple[object, object]] = []
+
+    class Noted(Supervisor):
+        def __init__(self, *parts: Any, **named: Any) -> None:
+            given.append((named["scratch"], named["wired"]))
+            super().__init__(*parts, **named)
+
+    monkeypatch.setattr(assembly, "Supervisor", Noted)
+    machine = open_machine(settings)
+    assemble(identity, settings, tmp_path / "state", machine, limiter, HARDWARE, version="1.2")
+    assert given == [(tmp_path / "state" / "node" / "scratch", limiter.read_wired)]
 
 
 async def test_changes_of_sharing_and_of_video_are_reported(

@@ -11,6 +11,7 @@ from coordinator.tls.cluster_ca import ClusterCa
 from host.node_marks import PauseFile, PauseRecord
 from node.agent.identity import new_request, store_address, store_identity
 from node.assembly import Node
+from node.illegal_events import IllegalEvents
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.node import unstarted_node
 from wire.frames import ClearCache, Hello, LoadModel, PauseNode, Refusal, Report, Welcome
@@ -104,6 +105,16 @@ async def test_a_new_link_gets_the_ends_that_an_older_one_may_have_lost(mac: Mac
     line = await mac.link()
     await line.until(Report)
     assert {"ends of leases", "ends of orders"} <= set(told)
+
+
+async def test_a_report_has_the_number_of_events_that_were_refused(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = await mac.link()
+    assert (await line.until(Report)).illegal_events == 0
+    monkeypatch.setattr(IllegalEvents, "count", property(lambda _: 3))
+    mac.node.reporter.send()
+    async with asyncio.timeout(20):
+        while (await line.until(Report)).illegal_events != 3:
+            pass
 
 
 async def test_a_paused_mac_refuses_requests_with_its_name_and_the_time_and_still_frees_memory(mac: Mac) -> None:

@@ -8,7 +8,8 @@ import pytest
 from node.agent.connection import CoordinatorLink
 from node.agent.links import CoordinatorLinks
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, MAX_PLAIN_BYTES, TAG_OF, Splitter, decode, encode
-from wire.frames import Channel, Delta, Deltas, Finished, Frame
+from wire.frames import Channel, Delta, Deltas, Failed, Finished, Frame
+from wire.refusals import FailureCode
 from wire.units import KIB
 
 
@@ -156,3 +157,12 @@ async def test_long_frames_at_once_stay_within_what_the_coordinator_joins(size: 
     for request in range(30):
         link.send(deltas(request, size))
     assert sorted(await transport.receive(30)) == [(request, size) for request in range(30)]
+
+
+async def test_the_requests_of_an_older_link_that_is_lost_fail_on_the_newer_one():
+    links = CoordinatorLinks()
+    older, _ = open_link(links, 4)
+    _, transport = open_link(links)
+    links.remove(older)
+    await transport.receive(1)
+    assert transport.frames == [Failed(4, FailureCode.LINK_LOST, "the older of two links to the node was lost")]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from node.agent.links import CoordinatorLinks
 from node.agent.sharing_effects import SharingEffects
 from node.hub.quantization.quantizer import Quantizer
@@ -50,3 +52,29 @@ async def test_each_action_of_the_sharing_rule_ends_one_use_of_the_mac(tmp_path:
         assert (told[2:], effects.read_occupancy()) == (["", "changed"], Occupancy())
     finally:
         await node.stop()
+
+
+async def test_a_quantization_is_paused_counts_as_leased_memory_and_ends_as_a_lease_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package(tmp_path / "packages" / MODEL)
+    standin(tmp_path)
+    node = Node(tmp_path / "node", settings(tmp_path), attends=False, model=MODEL)
+    links, told = CoordinatorLinks(), list[tuple[str, str]]()
+    quantizer = Quantizer(node.settings, node.folder, node.limiter, node.poll, node.supervisor, {})
+    monkeypatch.setattr(quantizer, "pause", lambda why: told.append(("pause", why)))
+    monkeypatch.setattr(quantizer, "end", lambda why: told.append(("end", why)))
+    effects = SharingEffects(links, node.supervisor, node.lender, quantizer, lambda why: told.append(("sharing", why)))
+    effects.on_sharing_change(STOPPED)
+    effects.apply_sharing_action(SharingAction.END_LEASE, STOPPED)
+    effects.on_sharing_change(SharingState(shared=True, why="it is plugged in"))
+    assert told == [
+        ("sharing", STOPPED.why),
+        ("pause", STOPPED.why),
+        ("end", STOPPED.why),
+        ("sharing", ""),
+        ("pause", ""),
+    ]
+    assert not effects.read_occupancy().lending
+    monkeypatch.setattr(Quantizer, "holding", True)
+    assert effects.read_occupancy().lending

@@ -1,5 +1,6 @@
 """The video parts of a node together: when Ray runs, and which orders it gets from leases."""
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -94,6 +95,13 @@ async def test_a_lease_keeps_ray_in_a_pause_and_its_worker_is_an_actor_of_ray(no
     assert (await node.frame(LeaseRefused, "l-2")).code == "node_paused"
     assert ray.active
     assert orders.killed == []
+    node.studio.pause("")
+    pid = ray.pid
+    ray.set_allowed(on=False)
+    await asyncio.sleep(0.5)
+    assert (ray.active, ray.pid) == (True, pid), "the worker of the lease still needs Ray"
+    ray.set_allowed(on=True)
+    node.studio.pause("its owner uses it")
     node.release("cancelled", generation=3)
     await node.ended()
     assert "l-1" in orders.killed

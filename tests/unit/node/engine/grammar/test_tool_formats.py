@@ -25,7 +25,13 @@ from node.engine.grammar.sandbox_main import LIMITS
 from node.engine.grammar.tool_arguments import Argument, MarkExclusion, list_arguments, list_tool_variants
 from node.engine.grammar.tool_format_xml import get_type_name
 from node.engine.grammar.tool_formats import FORMS, TAGS, has_quoted_calls, render_tools_for_parser
-from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, parse_tool_specs, quote_marker
+from node.engine.grammar.tool_spec import (
+    MAX_JSON_DEPTH,
+    ToolCallFormat,
+    UnsupportedSchema,
+    parse_tool_specs,
+    quote_marker,
+)
 from node.engine.text.markers import TOOL
 from node.engine.text.tokenizer import TokenizedPrompt
 from node.engine.text.tokenizer_loader import load
@@ -479,6 +485,49 @@ def test_arguments_need_no_strictness_to_be_held_to(parser: str):
     good = {"path": "a", "mode": "fast", "count": 1, "note": None}
     assert accepts(matcher, answer(parser, [("read", good)]))
     assert not accepts(matcher, answer(parser, [("read", good | {"count": "x"})]))
+
+
+@pytest.mark.parametrize(("parser", "is_accepted"), [("function_gemma", False), ("gemma4", True)])
+def test_a_text_has_a_brace_only_where_the_parser_reads_nested_values(parser: str, is_accepted: bool):
+    tools = {"look": schema(a=TEXT)}
+    text = render_grammar(GrammarSpec(calls="required"), written(tools), calling(parser), one_call=True)
+    matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+    assert accepts(matcher, answer(parser, [("look", {"a": "x"})], tools))
+    assert accepts(matcher, answer(parser, [("look", {"a": "x}y"})], tools)) is is_accepted
+
+
+def test_a_keyword_that_cannot_be_enforced_is_ignored_for_a_tool_that_is_not_strict():
+    tools = {"look": schema(a={"type": "string", "pattern": "^a"})}
+    asked = GrammarSpec(calls="required")
+    text = render_grammar(asked, written(tools, strict=False), calling("gemma4"), one_call=True)
+    matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+    assert accepts(matcher, answer("gemma4", [("look", {"a": "b"})], tools))
+
+
+def test_references_that_follow_each_other_are_not_nested():
+    names = [f"a{number}" for number in range(MAX_JSON_DEPTH + 1)]
+    whole = schema(**{name: {"$ref": f"#/$defs/{name}"} for name in names})
+    whole["$defs"] = {name: {"type": "integer"} for name in names}
+    asked = GrammarSpec(calls="required")
+    text = render_grammar(asked, written({"look": whole}), calling("gemma4"), one_call=True)
+    assert accepts(
+        LLMatcher(BYTES, text, log_level=0, limits=LIMITS),
+        answer("gemma4", [("look", dict.fromkeys(names, 1))], {"look": whole}),
+    )
+
+
+def test_the_eleventh_call_of_kimi_k2_has_a_number_of_two_digits():
+    text = render_grammar(GrammarSpec(calls="required"), written({"now": NOTHING}), calling("kimi_k2"), one_call=True)
+    call = answer("kimi_k2", [("now", {})], {"now": NOTHING})
+    assert ":0" in call
+    for number, is_accepted in ((":10", True), (":123", True), (":1234", False)):
+        matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+        assert accepts(matcher, call.replace(":0", number, 1)) is is_accepted
+
+
+def test_only_formats_that_quote_as_json_keep_a_marker_in_quotes():
+    parsers = ("json_tools", "kimi_k2", "gemma4", "function_gemma", "qwen3_coder")
+    assert [has_quoted_calls(parser) for parser in parsers] == [True, True, False, False, False]
 
 
 def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
