@@ -11,9 +11,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
+from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
-from node.agent.connection import CoordinatorLink, NotTheCoordinator, dial
+from node.agent.connection import UNREACHED_ROUNDS, CoordinatorLink, DialFailures, NotTheCoordinator, dial
 from node.agent.identity import create_authority_context
 from wire.identity import NodeId, build_coordinator_uri, build_node_uri
 
@@ -107,3 +108,15 @@ async def test_a_link_without_tls_is_no_link_to_the_coordinator() -> None:
 
 async def test_the_coordinator_is_verified(tmp_path: Path) -> None:
     assert (await reached(tmp_path, build_coordinator_uri("CLUSTER"))).verified
+
+
+def test_a_coordinator_that_is_not_reached_is_warned_of_once_with_the_last_cause() -> None:
+    failures, error = DialFailures(), ssl.SSLCertVerificationError("certificate verify failed")
+    error.verify_message = "self-signed certificate"
+    with capture_logs() as logs:
+        for number in range(UNREACHED_ROUNDS + 2):
+            failures.record(f"host:{number}", error)
+            failures.end_round()
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert warning["address"] == f"host:{UNREACHED_ROUNDS - 1}"
+    assert warning["error"].startswith("self-signed certificate")
