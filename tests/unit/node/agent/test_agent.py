@@ -676,6 +676,20 @@ async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tr
     assert [entry["event"] for entry in logs].count("renewed certificate not installed") == (answer != "none")
 
 
+async def test_a_renewed_certificate_opens_a_second_link_that_takes_over(mac: Callable[..., Mac]):
+    one = mac(age_days=61)
+    line = await one.start()
+    assert not one.hello.takeover
+    asked = await line.until(RenewCertificate)
+    renewed = one.authority.sign_request(asked.csr, NodeId("n1"), "studio")
+    line.send(CertificateRenewed(renewed))
+    again = await one.linked()
+    assert one.hello.takeover
+    shown: ssl.SSLObject = again.writer.get_extra_info("ssl_object")
+    assert shown.getpeercert(binary_form=True) == renewed
+    await one.ready(again)
+
+
 async def test_a_renewal_is_requested_once_until_its_time_is_over(mac: Callable[..., Mac]):
     one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=1.0))
     line = await one.start()

@@ -1,3 +1,6 @@
+import uuid
+from pathlib import Path
+
 import pytest
 
 from node.agent.machine_id import MAX_TRIES, compute_machine_id, parse_platform_uuid, read_platform_uuid
@@ -29,3 +32,20 @@ def test_a_mac_that_does_not_print_its_id_takes_no_other_one() -> None:
     with pytest.raises(OSError, match="start the node again"):
         read_platform_uuid(lambda command: runs.append(command) or "")
     assert len(runs) == MAX_TRIES
+
+
+def test_an_id_file_of_a_linux_machine_that_has_no_id_yet_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "machine-id", tmp_path / "dbus-id"
+    monkeypatch.setattr("node.agent.machine_id._LINUX", (first, second))
+    monkeypatch.setattr("sys.platform", "linux")
+    second.write_text("fedcba\n")
+    for text in ("", "\n", "uninitialized\n"):
+        first.write_text(text)
+        assert compute_machine_id() == compute_machine_id("fedcba")
+    first.write_text("abcdef\n")
+    assert compute_machine_id() == compute_machine_id("abcdef")
+    second.unlink()
+    first.write_text("uninitialized\n")
+    assert compute_machine_id() == compute_machine_id(f"mac:{uuid.getnode():x}")
