@@ -37,6 +37,17 @@ def test_a_load_that_was_not_requested_waits_for_all_others():
     assert models.estimate_load_seconds(models["b"], 2.0) == pytest.approx(7)
 
 
+def test_a_load_without_weights_takes_time_and_ends():
+    models = NodeModels(CHIPS["M4"], GIB, 48 * GIB)
+    models.add(ModelSpec(name="a", weights="0", kv_per_token="1MiB", active=8.0), loaded=False)
+    models.load(models["a"], 0.0)
+    ready_at = models.next_loaded_at()
+    assert ready_at is not None
+    assert 0.0 < ready_at < 0.001
+    assert models.end_load(0.0) is None
+    assert models.end_load(ready_at) is models["a"]
+
+
 def test_weights_of_a_queued_load_are_reserved_but_not_in_memory():
     models = make_models()
     models.load(models["a"], 0.0)
@@ -51,9 +62,10 @@ def test_each_requested_load_is_counted_once_and_idle_models_are_unloaded_least_
     for name in "aab":
         models.load(models[name], 0.0)
     assert models.loads == 2
-    assert [models.end_load(at) for at in (4.0, 8.0)] == [models["a"], models["b"]]
-    for now, name in enumerate("bca", 10):
+    assert [models.end_load(at) for at in (4.0, 7.9, 8.0)] == [models["a"], None, models["b"]]
+    for now, name in enumerate("abc", 10):
         models[name].add_request(now)
+    for now, name in enumerate("bca", 20):
         models[name].remove_request(now)
     assert models.list_idle(None) == [models[name] for name in "bca"]
     models["c"].add_request(20.0)
