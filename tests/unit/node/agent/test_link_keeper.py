@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.connection import CoordinatorLink
-from node.agent.identity import new_csr, new_request, store_address, store_identity
+from node.agent.identity import load_identity, new_csr, new_request, store_address, store_identity
 from node.agent.link_keeper import LinkKeeper, LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.illegal_events import IllegalEvents
@@ -94,6 +95,21 @@ async def test_a_superseded_address_that_cannot_be_removed_is_not_dialed_next(co
     await keeper.stop(0.0, GoodbyeReason.STOPPING)
     await running
     await line.ended()
+
+
+async def test_an_address_that_answered_is_dialed_first_the_next_time(coordinators: Coordinators) -> None:
+    coordinators.servers[1].close()
+    running, hello = asyncio.create_task(coordinators.keeper.run()), None
+    while hello is None:
+        address, line = await coordinators.take_line()
+        assert address == coordinators.older
+        with suppress(Ended):  # a connection that only proves the coordinator
+            hello = await line.until(Hello)
+    stored = load_identity(coordinators.folder, "m1")
+    assert stored is not None
+    assert stored.addresses[0] == coordinators.older
+    await coordinators.keeper.stop(0.0, GoodbyeReason.STOPPING)
+    await running
 
 
 async def test_a_link_that_opens_after_the_machine_fell_asleep_is_closed_without_a_frame(

@@ -24,6 +24,21 @@ def test_the_memory_of_a_step_is_measured_until_another_call_changes_it():
     assert [table.is_measurable(mark) for mark in (1, 5)] == [False, False]
 
 
+def test_a_step_in_which_the_caches_grow_is_not_measured(monkeypatch: pytest.MonkeyPatch):
+    driver, marked, mark = Driver(models.path("llama")), list[bool](), BatchTable.mark_step
+
+    def note(table: BatchTable, marks: int, *, grew: bool) -> None:
+        marked.append(grew)
+        mark(table, marks, grew=grew)
+
+    monkeypatch.setattr(BatchTable, "mark_step", note)
+    number = driver.ask("Hello!", ENDLESS)
+    driver.until(lambda: len(driver.ids[number, 0]) > 300)
+    assert {False, True} == set(marked)
+    assert marked.count(True) < marked.count(False)
+    driver.cancel(number)
+
+
 def test_an_empty_table_has_no_steps_and_no_rows():
     table = BatchTable(dict)
     assert (bool(table), len(table), list(table), table.count_rows()) == (False, 0, [], 0)

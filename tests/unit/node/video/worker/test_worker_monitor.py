@@ -79,6 +79,17 @@ def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
     os.close(attended)
 
 
+def test_the_folder_of_a_lease_replaces_an_older_one(tmp_path: Path):
+    held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
+    (tmp_path / "l").mkdir()
+    (tmp_path / "l" / lease_files.CLAIM).write_text("of an older lease")
+    one = WorkerMonitor(held, tmp_path / "l", WorkerBounds(2**40, 90, 50), 100, 0)
+    one.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    assert not (tmp_path / "l" / lease_files.CLAIM).exists()
+    assert one.check() is None
+    one.close()
+
+
 def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
     events = [
         {"event": "start"},
