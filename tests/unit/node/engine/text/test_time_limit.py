@@ -1,4 +1,4 @@
-"""The clock of time limits keeps no deadline that is over, and expires each of the others once."""
+"""The clock of time limits keeps no removed and no expired deadline."""
 
 import gc
 import threading

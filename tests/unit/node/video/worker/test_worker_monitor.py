@@ -1,3 +1,4 @@
+import asyncio
 import json
 import os
 import resource
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from node.memory.sensor import read_process_identity
 from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
-from node.video.worker.watchdog_policy import WorkerBounds
+from node.video.worker.watchdog_policy import EndWorker, WorkerBounds
 from node.video.worker.worker_monitor import (
     WorkerJob,
     WorkerMonitor,
@@ -88,6 +89,28 @@ def test_the_folder_of_a_lease_replaces_an_older_one(tmp_path: Path):
     assert not (tmp_path / "l" / lease_files.CLAIM).exists()
     assert one.check() is None
     one.close()
+
+
+async def test_a_worker_ends_at_once_only_where_the_end_demands_it_and_its_scratch_folder_is_deleted(tmp_path: Path):
+    script = "trap 'exit 7' TERM; echo ready; while :; do sleep 0.05; done"
+    for number, (at_once, code) in enumerate(((False, 7), (True, -9))):
+        process = subprocess.Popen(  # noqa: ASYNC220  the start takes no time
+            ["sh", "-c", script], start_new_session=True, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
+        place = tmp_path / str(number)
+        one = WorkerMonitor(held, place, WorkerBounds(2**40, 90, 50), 100, 60.0)
+        one.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+        one.worker = WorkerGroup(pid=process.pid, born=read_process_identity(process.pid))
+        killing = asyncio.create_task(one.kill(EndWorker(LeaseEndCode.NODE_PAUSED, "its owner", at_once=at_once)))
+        assert await asyncio.to_thread(process.wait, 30) == code
+        await asyncio.wait_for(killing, 30)
+        assert not (place / lease_files.GRANT).exists()
+        assert (place / lease_files.SCRATCH).exists()
+        one.close()
+        assert not (place / lease_files.SCRATCH).exists()
 
 
 def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
