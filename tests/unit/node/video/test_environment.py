@@ -107,3 +107,18 @@ def test_with_a_wheelhouse_all_packages_come_from_its_folder(
     where = install.index("--find-links")
     assert install[where : where + 3] == ["--find-links", str(tmp_path / "wheelhouse"), "--no-index"]
     assert {"--require-hashes", *map(str, locks)} < set(install)
+
+
+@pytest.mark.parametrize("name", ["MACPOOL_X", "PYTHONX", "VIRTUAL_X"])
+def test_commands_run_without_the_variables_of_this_program(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OTHER_X", "1")
+    program = f"import os; raise SystemExit(str([one for one in ({name!r}, 'OTHER_X') if one in os.environ]))"
+    with pytest.raises(environment.EnvironmentBuildError, match=r"names: \['OTHER_X'\]"):
+        environment.run_command([environment.sys.executable, "-I", "-c", program], "names")
+
+
+def test_an_environment_that_exists_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment, "describe_missing", lambda folder: "")
+    monkeypatch.setattr(environment, "build_environment", lambda *_: pytest.fail("it was built"))
+    assert environment.install_environment(tmp_path).parent == tmp_path

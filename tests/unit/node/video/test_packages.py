@@ -51,6 +51,13 @@ def found(top: Path) -> dict[str, packages.Package]:
     return packages.find_packages((str(top),), None)
 
 
+def test_of_packages_with_equal_names_the_one_in_the_first_folder_is_used(tmp_path: Path):
+    first, second = (package(tmp_path / name / "wan") for name in "ab")
+    folders = (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert packages.find_packages(folders, None)["wan"].folder == first
+    assert packages.find_packages(folders[::-1], None)["wan"].folder == second
+
+
 def test_a_package_without_configs_of_its_components_is_one_video_model(tmp_path: Path):
     package(tmp_path / "publisher" / "wan", bits=8)
     one = found(tmp_path)["publisher/wan"].described
