@@ -219,6 +219,9 @@ def test_report_of_an_older_lease_is_released_without_a_change():
     story.tell(LeaseAnswered("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
     story.tell(FilesFetched("video_1", old.generation, FILES))
     assert story.board.jobs == before.jobs
+    story.tell(LeaseAnswered("b", LeaseEnded(new.lease, old.generation, "worker_crashed")))  # an older generation
+    story.tell(LeaseAnswered("a", LeaseRefused(new.lease, new.generation, "no_headroom", "no")))
+    assert (story.board.holds, story.board.pauses) == (before.holds, before.pauses)
 
 
 @pytest.mark.parametrize(("rule", "state"), [("fail", JobState.FAILED), ("requeue", JobState.QUEUED)])
@@ -525,12 +528,20 @@ def test_report_of_another_node_about_a_lease_does_not_change_its_job(away: bool
     assert story.board == before
 
 
-def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
+def test_a_second_answer_changes_nothing_of_a_running_job():
     story = Story()
     job = story.running()
+    assert (job.phase, job.started, job.due) == ("starting", story.now, story.now + story.board.rules.start_seconds)
+    before = story.board
+    story.now += 1
+    assert story.grant(job) == []
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
-    assert story.job(1).state == JobState.IN_PROGRESS
-    assert story.board.find_hold("a") is not None
+    assert story.board == before
+
+
+def test_no_job_is_placed_from_an_empty_queue():
+    with pytest.raises(IllegalEventError, match="video_1 is not to be placed on a now"):
+        Story().tell(JobPlaced("video_1", "a", "lease_x"))
 
 
 def test_a_node_that_does_not_answer_is_left_alone():
@@ -585,9 +596,13 @@ def test_grant_or_restart_resets_the_deadline_of_a_job():
     story = Story(headroom_seconds=60.0, attempts=3)
     story.submit(1)
     refused(story, story.place())
+    assert (story.job(1).room_by, story.job(1).phase) == (story.now + 60, "no")
+    story.tell(CoordinatorRestarted())
+    assert (story.job(1).room_by, story.job(1).phase) == (None, "queued")
+    story.place()
     assert story.job(1).room_by == story.now + 60
     story.tell(CoordinatorRestarted())
-    assert story.job(1).room_by is None
+    assert (story.job(1).state, story.job(1).room_by) == (JobState.QUEUED, None)
     refused(story, story.place())
     story.grant(story.place())
     assert story.job(1).room_by is None
