@@ -6,9 +6,19 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
-from coordinator.api.body import StrictRoute
+from coordinator.api.body import Body, StrictRoute
 from coordinator.api.route import MAX_BODY_BYTES
+from coordinator.api.routes.benchmarks import BenchmarkBody
+from coordinator.api.routes.cache import CacheBody
+from coordinator.api.routes.joining import NewTokenBody
+from coordinator.api.routes.keys import KeyExpiryBody, KeyNameBody, NewKeyBody
+from coordinator.api.routes.nodes import DrainBody, LabelsBody, PauseBody
+from coordinator.api.routes.pulls import ModelFilesBody, PullBody
+from coordinator.api.routes.quantizations import QuantizationBody
+from coordinator.api.routes.requests import PlacementBody
+from coordinator.api.routes.wishes import WishBody
 from tests.support.cluster.application import Application, application
 
 
@@ -123,3 +133,95 @@ async def test_a_value_of_another_type_is_refused_not_converted(
         answer = await client.post(path, json=body)
     assert answer.status_code == 400
     assert field in answer.json()["error"]["message"]
+
+
+DAY = 86400.0
+TEXTS: tuple[list[Any], list[Any]] = (["x", "x" * 100], ["", "x" * 101])
+NAMES: tuple[list[Any], list[Any]] = (["x", "x" * 200], ["", "x" * 201])
+"""Lengths of texts of up to 100 and 200 characters that are valid, and those that are not."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "valid", "invalid"),
+    [
+        (NewTokenBody, "ttl_seconds", [0.001, 30 * DAY], [0.0, 30 * DAY + 1]),
+        (NewTokenBody, "uses", [1, 1000], [0, 1001]),
+        (NewTokenBody, "name", ["", "x" * 100], ["x" * 101, "two\nlines", "\x9b"]),
+        (NewKeyBody, "name", TEXTS[0], [*TEXTS[1], "two\nlines"]),
+        (NewKeyBody, "scopes", [["infer"], ["infer", "metrics", "admin"]], [[], ["all"], ["infer"] * 4]),
+        (NewKeyBody, "ttl_seconds", [None, 0.001, 3650 * DAY], [0.0, 3650 * DAY + 1]),
+        (KeyExpiryBody, "ttl_seconds", [None, 0.001, 3650 * DAY], [0.0, 3650 * DAY + 1]),
+        (KeyNameBody, "name", TEXTS[0], [*TEXTS[1], "\x1b[2J"]),
+        (LabelsBody, "labels", [[], ["gpu=large"], ["A" * 63], ["x"] * 16], [["A" * 64], [""], ["-x"], ["x"] * 17]),
+        (DrainBody, "wait_seconds", [0.0, DAY], [-0.1, DAY + 1]),
+        (PauseBody, "seconds", [None, 0.001, 365 * DAY], [0.0, 365 * DAY + 1]),
+        (PullBody, "repo", ["a/b", "x" * 200], ["ab", "x" * 201]),
+        (PullBody, "revision", ["", "x" * 200], ["x" * 201]),
+        (PullBody, "nodes", [[], ["x" * 100], ["x"] * 1000], [[""], ["x" * 101], ["x"] * 1001]),
+        (ModelFilesBody, "model", *NAMES),
+        (ModelFilesBody, "node", *TEXTS),
+        (QuantizationBody, "model", *NAMES),
+        (QuantizationBody, "bits", [1, 64], [0, 65]),
+        (QuantizationBody, "node", *TEXTS),
+        (QuantizationBody, "name", *NAMES),
+        (BenchmarkBody, "model", *NAMES),
+        (BenchmarkBody, "node", *TEXTS),
+        (CacheBody, "model", *NAMES),
+        (CacheBody, "node", *TEXTS),
+        (WishBody, "replicas", [1, 1000], [0, 1001]),
+        (WishBody, "labels", [[], ["x" * 100], ["x"] * 100], [[""], ["x" * 101], ["x"] * 101]),
+        (WishBody, "idle_unload_seconds", [None, 0.001, 30 * DAY], [0.0, 30 * DAY + 1]),
+        (WishBody, "eviction_cost", [1, 1000], [0, 1001]),
+        (PlacementBody, "model", ["x", "x" * 512], ["", "x" * 513]),
+        (PlacementBody, "prompt_tokens", [1, 10**9], [0, 10**9 + 1]),
+        (PlacementBody, "max_tokens", [None, 1, 10**9], [0, 10**9 + 1]),
+    ],
+)
+def test_a_field_has_its_bounds(kind: type[Body], field: str, valid: list[Any], invalid: list[Any]):
+    for value in valid:
+        assert getattr(kind.model_validate({**REQUIRED.get(kind, {}), field: value}), field) == value
+    for value in invalid:
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate({**REQUIRED.get(kind, {}), field: value})
+        assert {error["loc"][0] for error in refused.value.errors()} == {field}
+
+
+REQUIRED: dict[type[Body], dict[str, Any]] = {
+    NewKeyBody: {"name": "laptop"},
+    PullBody: {"repo": "a/b"},
+    ModelFilesBody: {"model": "tiny", "node": "studio"},
+    QuantizationBody: {"model": "tiny"},
+    BenchmarkBody: {"model": "tiny", "node": "studio"},
+    PlacementBody: {"model": "tiny"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "defaults"),
+    [
+        (NewTokenBody, {"ttl_seconds": 3600.0, "uses": 1, "name": ""}),
+        (NewKeyBody, {"scopes": ["infer"], "ttl_seconds": None, "limits": {}}),
+        (DrainBody, {"wait_seconds": 0.0}),
+        (PauseBody, {"seconds": None}),
+        (PullBody, {"revision": "", "nodes": [], "all": False, "dry_run": False}),
+        (QuantizationBody, {"bits": 4, "node": None, "name": None}),
+        (BenchmarkBody, {"force": False}),
+        (CacheBody, {"model": None, "node": None}),
+        (
+            WishBody,
+            {
+                "replicas": 1,
+                "labels": [],
+                "allow": [],
+                "deny": [],
+                "idle_unload_seconds": None,
+                "eviction_cost": 10,
+                "load_at_boot": True,
+            },
+        ),
+        (PlacementBody, {"prompt_tokens": 1000, "max_tokens": None}),
+    ],
+)
+def test_a_field_that_a_body_omits_has_its_default(kind: type[Body], defaults: dict[str, Any]):
+    required = REQUIRED.get(kind, {})
+    assert kind.model_validate(required).model_dump() == {**required, **defaults}

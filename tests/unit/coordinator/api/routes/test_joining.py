@@ -4,7 +4,9 @@ import asyncio
 import time
 
 import httpx
+import pytest
 
+from coordinator.api.qr import build_qr_matrix
 from coordinator.joining.join_approvals import ApprovalDecision, ApprovalRequest, WaitingNode
 from tests.support.cluster.cluster_port import Port
 from tests.support.cluster.enrolment import HARDWARE
@@ -17,6 +19,7 @@ async def test_a_token_is_shown_once_listed_without_its_secret_and_revoked(port:
     assert created["token"] in created["join"]
     assert set("".join(created["qr"])) == {"0", "1"}
     assert len({len(row) for row in created["qr"]} | {len(created["qr"])}) == 1, "a square"
+    assert created["qr"] == build_qr_matrix(created["join"])
     (row,) = (await boss.get("/api/v1/tokens")).json()["tokens"]
     assert (row["name"], row["uses_left"]) == ("for the lab", 3)
     assert abs(row["expires"] - time.time() - 60) < 30
@@ -25,6 +28,29 @@ async def test_a_token_is_shown_once_listed_without_its_secret_and_revoked(port:
     assert (await boss.get("/api/v1/tokens")).json()["tokens"] == []
     again = await boss.delete("/api/v1/tokens/unknown")
     assert (again.status_code, again.json()["error"]["code"]) == (404, "token_not_found")
+
+
+async def test_a_token_without_properties_admits_one_machine_for_an_hour(port: Port, boss: httpx.AsyncClient):
+    await boss.post("/api/v1/tokens", json={})
+    (row,) = (await boss.get("/api/v1/tokens")).json()["tokens"]
+    assert (row["name"], row["uses_left"], row["expires"] - row["created"]) == ("", 1, 3600.0)
+
+
+async def test_a_token_and_its_revocation_are_answered_once_they_are_on_the_disk(
+    port: Port, boss: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    flushed, flush = list[int](), port.application.store.flush
+
+    async def record() -> None:
+        await flush()
+        flushed.append(len(port.application.admin.list_tokens()["tokens"]))
+
+    monkeypatch.setattr(port.application.store, "flush", record)
+    await boss.post("/api/v1/tokens", json={})
+    (row,) = (await boss.get("/api/v1/tokens")).json()["tokens"]
+    assert flushed == [1]
+    await boss.delete(f"/api/v1/tokens/{row['id']}")
+    assert flushed == [1, 0]
 
 
 def enqueue(port: Port, code: str, name: str, replaces: str = "") -> ApprovalRequest:

@@ -184,6 +184,22 @@ async def test_a_key_is_renamed_and_keeps_all_else(built: Application, admin: ht
     assert "digest" not in own
 
 
+async def test_a_key_shows_its_own_scopes_and_expiry(built: Application, admin: httpx.AsyncClient):
+    body = {"name": "app", "scopes": ["metrics", "infer"], "ttl_seconds": 600.0}
+    made = (await admin.post("/api/v1/keys", json=body)).json()
+    async with client(built, made["key"]) as one:
+        own = (await one.get("/api/v1/key")).json()
+    stored = built.store.keys[made["id"]]
+    assert own == {
+        "schema": 1,
+        "id": made["id"],
+        "name": "app",
+        "scopes": ["infer", "metrics"],
+        "expires": stored.created + 600.0,
+        "limits": {},
+    }
+
+
 async def test_a_rotated_keys_old_secret_is_refused_at_once(built: Application, admin: httpx.AsyncClient):
     made = await make(admin, concurrency=3)
     async with client(built, made["key"]) as old:

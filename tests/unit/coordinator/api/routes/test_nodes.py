@@ -101,6 +101,22 @@ async def test_an_open_breaker_has_its_end_in_unix_seconds(port: Port, boss: htt
     assert time.time() < breaker["until"] < time.time() + 3600
 
 
+async def test_an_open_request_is_counted_on_its_node(port: Port, boss: httpx.AsyncClient):
+    line = await linked(port, "studio", sharing=Sharing("always"))
+    async with port.client("infer") as client:
+        chat = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT))
+        order = await line.until(Generate)
+        line.send(Admitted(order.request, 7))
+        assert (await boss.get("/api/v1/nodes/studio")).json()["node"]["in_flight"] == 1
+        asked = asyncio.create_task(boss.post("/api/v1/nodes/studio/pause", json={}))
+        await line.until(PauseNode)
+        line.send(a_report(2, sharing=Sharing("always", paused=True, by_hand=True)))
+        assert (await asked).json()["in_flight"] == 1
+        line.send(Finished(order.request, ("stop",), 7, 2))
+        assert (await chat).status_code == 200
+    assert (await boss.get("/api/v1/nodes/studio")).json()["node"]["in_flight"] == 0
+
+
 async def test_a_cordon_that_is_not_on_the_disk_is_an_error(tmp_path: Path):
     with pytest.raises(StoreError):  # at the end, when the application closes its store
         await cordon_without_disk(tmp_path)

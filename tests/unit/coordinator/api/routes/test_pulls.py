@@ -110,6 +110,17 @@ async def test_a_pull_is_started_followed_and_cancelled(port: Port, boss: httpx.
     assert [one["id"] for one in (await boss.get("/api/v1/pulls")).json()["pulls"]] == [pull["id"]]
 
 
+async def test_a_pull_has_the_wanted_revision_and_its_actor(port: Port, boss: httpx.AsyncClient):
+    named = msgspec.structs.replace(ANSWER, manifest=msgspec.structs.replace(MANIFEST, revision="WANTED"))
+    text = msgspec.json.encode(named).decode()
+    program = f"import json, sys; print({text!r}.replace('WANTED', json.load(sys.stdin)['revision']))"
+    port.application.pulls.hub = HubClient(HubSettings(), (sys.executable, "-c", program))
+    await node(port, "studio")
+    found = await start(boss, revision="v2.1")
+    (key,) = port.application.store.keys
+    assert (found["revision"], found["pull"]["revision"], found["pull"]["actor"]) == ("v2.1", "v2.1", key)
+
+
 async def test_audit_log_names_the_model_of_a_pull_and_the_started_pull(port: Port, boss: httpx.AsyncClient):
     say(port, ANSWER)
     await node(port, "studio")
@@ -155,11 +166,12 @@ async def test_named_nodes_get_the_model_and_all_includes_absent_ones(port: Port
 
 
 async def test_a_pull_that_no_node_can_hold_is_a_507_with_every_reason(port: Port, boss: httpx.AsyncClient):
-    say(port, ANSWER)
+    files = (*MANIFEST.files, ModelFile("vision.safetensors", GIB, "d" * 64))
+    say(port, msgspec.structs.replace(ANSWER, manifest=msgspec.structs.replace(MANIFEST, files=files)))
     await node(port, "full", free=2 * GIB)
     error = (await start(boss, 507))["error"]
     assert error["code"] == "no_node"
-    assert "full: needs 1.0 GiB of disk, has 2.0 GiB free" in error["message"]
+    assert "full: needs 2.0 GiB of disk, has 2.0 GiB free" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +224,14 @@ async def test_an_order_about_files_is_answered_with_its_end(
     port: Port, boss: httpx.AsyncClient, path: str, kind: type[VerifyModel | RemoveModel]
 ):
     who, line = await node(port, "studio")
-    for code, status in ((ModelOrderCode.COMPLETED, 200), (ModelOrderCode.IN_USE, 409), (ModelOrderCode.FAILED, 500)):
+    for code, status in (
+        (ModelOrderCode.COMPLETED, 200),
+        (ModelOrderCode.IN_USE, 409),
+        (ModelOrderCode.CONTENT_MISMATCH, 409),
+        (ModelOrderCode.NOT_FOUND, 404),
+        (ModelOrderCode.DISK_FULL, 507),
+        (ModelOrderCode.FAILED, 500),
+    ):
         asking = asyncio.create_task(
             boss.post(f"/api/v1/models/{path}", json={"model": a_model().name, "node": "studio"})
         )

@@ -68,6 +68,15 @@ async def test_a_quantization_is_started_followed_and_cancelled(port: Port, boss
     assert (again.status_code, again.json()["error"]["code"]) == (409, "quantization_ended")
 
 
+async def test_each_number_of_bits_has_its_result_and_the_actor_is_shown(port: Port, boss: httpx.AsyncClient):
+    line = await node(port, "studio", 8)
+    (key,) = port.application.store.keys
+    for bits in (2, 3, 4, 5, 6, 8):
+        started = (await quantize(boss, bits=bits))["quantization"]
+        order = await line.until(QuantizeModel)
+        assert (order.bits, order.name, started["actor"]) == (bits, f"{BIG}-{bits}bit", key)
+
+
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 async def test_an_unknown_quantization_is_a_404(boss: httpx.AsyncClient, method: str):
     answer = await boss.request(method, "/api/v1/quantizations/quantize-0123456789ab")

@@ -91,6 +91,30 @@ async def test_a_wish_gets_the_spelling_of_the_nodes(port: Port, boss: httpx.Asy
     assert (await want(boss, f"/api/v1/models/wishes/{MODEL.title()}"))["wish"]["model"] == MODEL
 
 
+async def test_a_wish_is_found_and_ended_in_any_case(port: Port, boss: httpx.AsyncClient):
+    await want(boss, "/api/v1/models/wishes/Some/Model")
+    assert (await boss.get("/api/v1/models/wishes/SOME/model")).json()["wish"]["model"] == "Some/Model"
+    assert (await boss.delete("/api/v1/models/wishes/some/MODEL")).json()["model"] == "Some/Model"
+    assert len(port.application.store.wishes) == 0
+
+
+async def test_a_changed_wish_is_on_the_disk_before_it_is_acted_on_and_answered(
+    port: Port, boss: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+):
+    steps, flush = list[str](), port.application.store.flush
+
+    async def record() -> None:
+        await flush()
+        steps.append("flush")
+
+    monkeypatch.setattr(port.application.store, "flush", record)
+    monkeypatch.setattr(port.application.wishes, "wake", lambda: steps.append("wake"))
+    await want(boss)
+    assert steps == ["flush", "wake"]
+    await boss.delete(PATH)
+    assert steps == ["flush", "wake"] * 2
+
+
 @pytest.mark.parametrize("name", ["a/../b", "a//b", "./a"])
 async def test_a_name_with_empty_or_relative_parts_is_refused(boss: httpx.AsyncClient, name: str):
     path = "/api/v1/models/wishes/" + name.replace("/", "%2F")
@@ -150,3 +174,20 @@ async def test_a_node_list_shows_which_node_was_removed(port: Port, boss: httpx.
     assert (await boss.delete("/api/v1/nodes/studio")).status_code == 200
     (row,) = (await boss.get("/api/v1/models/wishes")).json()["wishes"]
     assert row["allow"] == ["studio (removed)"]
+
+
+async def test_the_plan_unloads_a_cheaper_wish_and_says_for_which_model(port: Port, boss: httpx.AsyncClient):
+    store = port.application.store
+    store.wishes.put(Wish("cheap", eviction_cost=1))
+    store.wishes.put(Wish("lazy", load_at_boot=False))
+    who = port.member("studio")
+    idle = {"loaded": False, "weights": 6 * GIB}
+    models = (a_model("cheap", weights=6 * GIB), a_model("big", **idle), a_model("lazy", **idle))
+    await port.link(who, a_report(models=models, memory=a_memory(GIB)))
+    await port.until(lambda: port.state(who) == "ready")
+    store.wishes.put(Wish("big"))
+    plan = (await boss.get("/api/v1/models/plan")).json()
+    unload = {"action": "unload", "model": "cheap", "node": who.node, "name": "studio", "why": "memory for big"}
+    assert plan["next"] + plan["running"] == [unload]
+    rows = {row["model"]: (row["replicas"], row["wanted"], row["met"]) for row in plan["wishes"]}
+    assert rows == {"cheap": (1, 1, True), "lazy": (1, 0, True), "big": (1, 1, False)}
