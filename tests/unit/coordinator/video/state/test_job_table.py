@@ -308,6 +308,44 @@ def test_returning_node_has_the_whole_time_to_start_its_worker():
     assert story.job(1).state == JobState.QUEUED, "then its start is tried again"
 
 
+def test_a_node_that_only_repeats_its_grant_has_no_more_time_to_start():
+    story = Story(start_seconds=90.0, attempts=0)
+    job = story.running()
+    for _ in range(3):
+        story.now += 30
+        story.report("a", state_of(job, "granted"))
+    story.tell(JobTick())
+    assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
+
+
+def test_reports_and_the_end_of_one_node_change_no_job_of_another():
+    story = Story()
+    story.running(1, "a")
+    story.end(story.running(2, "b"))
+    story.submit(3)
+    story.place("c")
+    before = story.board
+    for event in (*[LeasesReported("d", ())] * 3, NodeAway("d"), NodeRemoved("d")):
+        assert story.tell(event) == []
+        assert (story.board.jobs, story.board.holds) == (before.jobs, before.holds), event
+
+
+def test_reports_and_the_loss_of_a_link_are_not_stored():
+    """A node reports several times a second, and a restart begins all waits again."""
+    story = Story()
+    job, fetched = story.running(1, "a"), story.running(2, "b")
+    story.end(fetched)
+    del story.actions[:]
+    story.report("a", state_of(job, "x" * 50, progress=10))
+    assert story.job(1).phase == "x" * 40
+    story.report("b")
+    story.report("b", state_of(fetched, "ended"))
+    story.tell(NodeAway("a"))
+    assert (story.job(1).phase, story.job(1).away) == ("waiting for its node", True)
+    story.tell(CoordinatorRestarted())
+    assert story.actions == []
+
+
 def test_returning_node_without_the_job_loses_it():
     story = Story()
     story.running()
