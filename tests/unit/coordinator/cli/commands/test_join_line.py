@@ -1,6 +1,7 @@
 """Transfer of a token to a new Mac: through a pipe or a file, never as an argument that every user could read."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
 
     def execute(_: str, arguments: list[str]) -> None:
         descriptor = int(arguments[arguments.index("--token-fd") + 1])
-        found.append((arguments, os.read(descriptor, 1000).decode()))
+        assert os.get_inheritable(descriptor)
+        os.set_blocking(descriptor, False)
+        text = os.read(descriptor, 1000)
+        assert os.read(descriptor, 1000) == b"", "the other end is closed"
+        found.append((arguments, text.decode()))
         os.close(descriptor)
 
     monkeypatch.setattr(verbs.os, "execv", execute)
@@ -50,6 +55,7 @@ def test_options_of_join_are_those_of_the_node(tmp_path: Path, started: list[tup
     line += ["--models", "b", "--allow-missing-folders", "--set", "memory.cap=8GiB", "-o", "json"]
     CliRunner().invoke(cluster, line, input=f"{TOKEN}\n")
     ((arguments, _),) = started
+    assert arguments[:4] == [sys.executable, "-P", "-m", "node.run"], "the working directory has no modules of it"
     words = arguments[arguments.index("node.run") + 1 : arguments.index("--token-fd")]
     assert words == [
         *("--state", str(tmp_path), "--output", "json", "--url", "10.0.0.1:8081", "--models", "a", "--models", "b"),

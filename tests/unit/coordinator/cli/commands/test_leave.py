@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 import coordinator.cli.commands.join as verbs
 from coordinator.cli import cluster
+from coordinator.client.errors import NOT_FOUND, TIMED_OUT
 
 
 class Node:
@@ -98,3 +99,33 @@ def test_a_node_that_has_not_written_its_process_id_is_asked_again(node: Node, s
     assert f"the node in {node.state} has just started: run `cluster leave` again" in done.output
     assert node.identity.exists()
     assert not started
+
+
+def test_a_node_that_does_not_leave_in_time_is_an_error_and_the_alarm_is_off(
+    node: Node, started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verbs, "LEAVE_TIMEOUT_SECONDS", 0.05)
+    before, got = signal.getsignal(signal.SIGALRM), list[int]()
+    signal.signal(signal.SIGUSR1, lambda number, _: got.append(number))
+    node.write_process(f"{os.getpid()}\n")
+    done = node.leave()
+    assert (done.exit_code, "did not leave within 0 s" in done.stderr) == (TIMED_OUT, True)
+    assert (got, started, node.identity.exists()) == ([signal.SIGUSR1], [], True)
+    assert (signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)) == ((0.0, 0.0), before)
+
+
+def test_the_alarm_of_a_node_that_has_left_is_off(node: Node, started: list[list[str]]) -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    node.write_process(f"{os.getpid()}\n")
+    assert node.leave().exit_code == 0
+    assert (signal.getitimer(signal.ITIMER_REAL), signal.getsignal(signal.SIGALRM)) == ((0.0, 0.0), before)
+
+
+def test_without_a_node_or_a_confirmation_nothing_is_done(node: Node, started: list[list[str]], tmp_path: Path) -> None:
+    node.write_process(f"{os.getpid()}\n")
+    done = CliRunner().invoke(cluster, ["leave", "--state", str(node.state)])
+    assert (done.exit_code, "there is no terminal to ask on, add --yes" in done.stderr) == (2, True)
+    assert node.identity.exists()
+    done = CliRunner().invoke(cluster, ["leave", "--yes", "--state", str(tmp_path / "other")])
+    assert (done.exit_code, f"there is no node in {tmp_path / 'other'}" in done.stderr) == (NOT_FOUND, True)
+    assert started == []

@@ -1,11 +1,17 @@
-"""Output and exit codes of `cluster status` and `cluster node drain`, against a server with a coordinator's answers."""
+"""Output and exit codes of `cluster status`, `nodes`, `node` and `approve`, against a server with a coordinator's
+answers."""
 
 import json
+from typing import Any
 
 import pytest
 
+from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import REFUSED
 from tests.support.coordinator.answering_server import Server
+from tests.unit.coordinator.cli.test_tables import a_node
+from wire.node_state import NodeState
+from wire.units import GIB
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -89,3 +95,134 @@ def test_status_names_six_models_and_counts_the_others(server: Server, models: i
         "warning   a: its guard is off",
         "warning   b: its engine is hung",
     ]
+
+
+@pytest.mark.parametrize(("words", "wait"), [((), 0.0), (("--wait", "2m"), 120.0)])
+def test_a_drain_waits_for_its_answer_longer_than_the_coordinator_waits(
+    server: Server, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], wait: float
+):
+    sent = list[tuple[object, object]]()
+
+    def record(_: ApiSession, _method: str, _path: str, body: object, timeout: float) -> dict[str, Any]:
+        sent.append((body, timeout))
+        return {"cordoned": True, "left": 0}
+
+    monkeypatch.setattr(ApiSession, "request_json", record)
+    assert server.run("node", "drain", "studio", *words).exit_code == 0
+    assert sent == [({"wait_seconds": wait}, wait + 30)]
+
+
+@pytest.mark.parametrize(
+    ("verb", "text"),
+    [
+        ("cordon", "lab/a b cordoned"),
+        ("uncordon", "lab/a b uncordoned"),
+        ("allow-video", "lab/a b may make videos"),
+        ("deny-video", "lab/a b makes no new videos"),
+    ],
+)
+def test_an_order_is_sent_to_the_named_node(server: Server, verb: str, text: str):
+    done = server.run("node", verb, "lab/a b")
+    assert (done.exit_code, done.stdout) == (0, f"{text}\n")
+    assert (server.methods, server.asked) == (["POST"], [(f"/api/v1/nodes/lab%2Fa%20b/{verb}", None)])
+
+
+def test_labels_are_replaced_and_a_wrong_one_is_refused_before_a_request(server: Server):
+    server.answer = {"labels": ["gpu=large", "x" * 63]}
+    done = server.run("node", "label", "lab/a", "gpu=large", "x" * 63)
+    assert done.stdout == f"lab/a: gpu=large, {'x' * 63}\n"
+    assert (server.methods, server.asked) == (
+        ["PUT"],
+        [("/api/v1/nodes/lab%2Fa/labels", {"labels": ["gpu=large", "x" * 63]})],
+    )
+    server.answer = {"labels": []}
+    assert server.run("node", "label", "studio").stdout == "studio: no labels\n"
+    for wrong in ("x" * 64, "-x", "a b"):
+        done = server.run("node", "label", "studio", "--", "fast", wrong)
+        assert (done.exit_code, f"{wrong!r} is not a valid label" in done.stderr) == (2, True)
+    assert len(server.asked) == 2
+
+
+def test_a_node_is_removed_only_after_a_confirmation(server: Server):
+    server.answer = {"node": {"name": "studio"}}
+    done = server.run("node", "remove", "id/1")
+    assert (done.exit_code, "Remove studio?" in done.stderr) == (2, True)
+    assert server.methods == ["GET"]
+    done = server.run("node", "remove", "id/1", "--yes")
+    assert (done.exit_code, done.stdout) == (0, "id/1 removed\n")
+    assert server.methods == ["GET", "GET", "DELETE"]
+    assert {path for path, _ in server.asked} == {"/api/v1/nodes/id%2F1"}
+
+
+def test_the_log_of_a_node_has_the_wanted_size(server: Server):
+    server.run("node", "logs", "lab/a")
+    server.run("node", "logs", "lab/a", "--bytes", "7")
+    assert server.run("node", "logs", "lab/a", "--bytes", "0").exit_code == 2
+    assert [path for path, _ in server.asked] == [f"/api/v1/nodes/lab%2Fa/logs?bytes={size}" for size in (65536, 7)]
+
+
+def test_waiting_machines_are_listed_without_a_code(server: Server):
+    server.answer = {"joins": [{"name": "air", "address": "10.0.0.7", "chip": "M4", "replaces": "old"}]}
+    done = server.run("approve")
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["NAME", "ADDRESS", "CHIP", "REPLACES"],
+        ["air", "10.0.0.7", "M4", "old"],
+    ]
+    assert (server.methods, server.asked) == (["GET"], [("/api/v1/joins", None)])
+
+
+NO_ROOM: dict[str, Any] = {"headroom": 0, "bound_by": "static", "remedy": "raise memory.cap"}
+
+
+@pytest.mark.parametrize(
+    ("state", "changes", "note"),
+    [
+        (NodeState.READY, NO_ROOM, "a: no headroom, limited by static: raise memory.cap"),
+        (NodeState.READY, {**NO_ROOM, "headroom": -1}, "a: no headroom, limited by static: raise memory.cap"),
+        (NodeState.READY, {**NO_ROOM, "headroom": 1}, ""),
+        (NodeState.READY, {**NO_ROOM, "headroom": None}, ""),
+        (NodeState.READY, {**NO_ROOM, "remedy": ""}, ""),
+        (NodeState.LOST, NO_ROOM, ""),
+        (NodeState.PAUSED, {"sharing": {"paused": True, "why": "in use", "until": None}}, "a: paused: in use"),
+        (NodeState.DRAINING, {"sharing": {"paused": True, "why": "in use", "until": None}}, ""),
+        (
+            NodeState.READY,
+            {"breaker": {"state": "open", "until": 0.0, "why": "code 9"}},
+            "a: its engine keeps failing: the node gets no requests for 0 s, then one request is tried; "
+            "last failure: code 9",
+        ),
+        (NodeState.READY, {"guard": False}, "a: guard OFF: `cluster node show a`"),
+    ],
+)
+def test_faults_and_pauses_are_below_the_table_of_nodes(
+    server: Server, state: NodeState, changes: dict[str, Any], note: str
+):
+    server.answer = {"nodes": [a_node("a", 2, state, **changes), a_node("b", 2)]}
+    notes = server.run("nodes").stdout.splitlines()[3:]
+    assert len(notes) == bool(note)
+    assert all(line.startswith(note) for line in notes)
+
+
+def test_the_column_of_videos_is_shown_if_a_node_has_one(server: Server):
+    server.answer = {"nodes": [a_node("a", 2), a_node("b", 2)]}
+    assert "VIDEO" not in server.run("nodes").stdout
+    server.answer["nodes"][1]["video"] |= {"allowed": True, "packages": ["wan"], "state": "ready"}
+    assert "VIDEO" in server.run("nodes").stdout
+
+
+def test_a_node_is_shown_with_sizes_times_and_nested_fields(server: Server):
+    row = a_node("a", 1, labels=["fast"], reserve=GIB, sharing={"when": "always", "paused": False})
+    server.answer = {"node": row}
+    lines = [" ".join(line.split()) for line in server.run("node", "show", "a").stdout.splitlines()]
+    for line in (
+        "cap 96.0 GiB",
+        "headroom 62.6 GiB",
+        "interval -",
+        "reserve 1.0 GiB",
+        "labels ['fast']",
+        "when always",
+        "loaded True",
+    ):
+        assert line in lines
+    joined = next(line for line in lines if line.startswith("joined "))
+    assert joined.startswith("joined 19"), "a date, and no number of seconds"
