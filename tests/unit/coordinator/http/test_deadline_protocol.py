@@ -395,3 +395,39 @@ async def test_a_refused_body_that_does_not_end_has_a_deadline(port: Port):
     assert (await client.read_answer())[0] == 413
     await client.send(10 * b"x")
     assert await client.read_rest() == b""
+
+
+@pytest.mark.usefixtures("short")
+async def test_the_beginning_of_a_head_behind_a_request_has_its_deadline_after_the_answer(port: Port):
+    port.app.held = True
+    client = await (await port.dial()).send(head() + b"GET /")
+    await asyncio.sleep(2 * DEADLINE)
+    port.app.release.set()
+    assert await client.read_answer() == (200, b"1")
+    assert await client.read_rest() == b""
+
+
+async def test_bytes_behind_a_running_request_that_are_none_end_the_connection_after_its_answer(port: Port):
+    port.app.held = True
+    client = await (await port.dial()).send(head() + b"nonsense\r\n\r\n")
+    await until(lambda: port.app.bodies)
+    port.app.release.set()
+    assert await client.read_answer() == (200, b"1")
+    assert await client.read_rest() == b""
+    assert len(port.app.scopes) == 1
+
+
+async def test_an_invalid_rest_of_a_body_gets_no_second_answer(port: Port):
+    port.app.refuses = True
+    client = await (await port.dial()).send(head("transfer-encoding: chunked", method="POST"))
+    assert (await client.read_answer())[0] == 413
+    await client.send(b"no chunk\r\n")
+    assert await client.read_rest() == b""
+
+
+async def test_each_head_of_a_connection_has_the_whole_limit(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(http_protocol, "MAX_HEAD_BYTES", 2 * len(head()))
+    client = await port.dial()
+    for number in range(1, 5):
+        await client.send(head()[:-1], head()[-1:])
+        assert await client.read_answer() == (200, b"%d" % number)

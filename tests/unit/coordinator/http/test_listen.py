@@ -1,5 +1,6 @@
 """Addresses of listening sockets, while the network of the machine changes."""
 
+import socket
 from functools import partial
 
 import ifaddr
@@ -72,3 +73,9 @@ def test_the_error_of_a_port_in_use_names_the_option_and_the_next_step():
             OSError, match=rf"127\.0\.0\.1:{port}: .*-iTCP:{port} .*set --cluster-listen to another port"
         ):
             open_listener("127.0.0.1", port, "--cluster-listen")
+
+
+@pytest.mark.parametrize(("host", "only_ipv6"), [("::", 0), ("::1", 1)])
+def test_the_wildcard_of_all_addresses_accepts_ipv4_too(network: Network, host: str, only_ipv6: int):
+    with open_listener(host, 0) as listener:
+        assert listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == only_ipv6

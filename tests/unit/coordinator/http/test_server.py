@@ -80,6 +80,21 @@ async def test_requests_of_a_connection_are_answered_without_server_and_date(tmp
         assert await read_to_end(dialed) == b"", "an idle connection ends with the server"
 
 
+async def test_a_header_of_a_proxy_changes_neither_the_address_nor_the_scheme_of_a_client():
+    seen = list[tuple[str, str]]()
+
+    async def control(scope: Any, receive: Any, send: Any) -> None:
+        seen.append((scope["client"][0], scope["scheme"]))
+        await serve_not_found(scope, receive, send)
+
+    async with serving(control=control) as port:
+        head = b"GET /api/v1/status HTTP/1.1\r\nhost: 127.0.0.1\r\nx-forwarded-for: 9.9.9.9\r\nx-forwarded-proto: https"
+        dialed = await dial(port)
+        await ask(dialed, head + b"\r\n\r\n")
+        dialed[1].close()
+    assert seen == [("127.0.0.1", "http")]
+
+
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"])
 async def test_a_plain_request_gets_the_https_address(tmp_path: Path, method: str):
     slots = ConnectionSlots(100)

@@ -1,6 +1,7 @@
 """Periodic tasks of the coordinator: they continue after a failed round."""
 
 import asyncio
+import hashlib
 import json
 import sqlite3
 import sys
@@ -18,7 +19,13 @@ from coordinator.alerts import evaluator
 from coordinator.backup.generation_fence import GenerationFence
 from coordinator.observe.event_log import EventLog
 from coordinator.startup import background
-from coordinator.startup.background import renew_certificates, start_local_node, start_periodic_tasks, store_usage
+from coordinator.startup.background import (
+    announce_coordinator,
+    renew_certificates,
+    start_local_node,
+    start_periodic_tasks,
+    store_usage,
+)
 from coordinator.startup.options import RunOptions
 from coordinator.startup.state import CoordinatorState, load_credentials
 from coordinator.state.database import Database
@@ -35,6 +42,7 @@ from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.enrolment import Wall
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.coordinator.started_coordinator import started
+from wire.bonjour_record import BonjourRecord, shorten_cluster_id
 from wire.certificate import LEAF_VALIDITY_SECONDS
 from wire.join_token import parse_token
 
@@ -211,6 +219,34 @@ async def test_the_local_node_gets_a_short_token_that_may_replace_its_lost_ident
         assert (ready, url, last) == (False, f"127.0.0.1:{made.cluster.port}", "last")
         assert (listed.id, listed.uses_left, round(listed.expires - listed.created)) == (token.id, 1, 600)
         assert made.access.tokens.may_replace(token.id)
+
+
+async def test_the_cluster_port_is_announced_with_the_pin_of_its_authority_until_the_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    announced = list[Any]()
+
+    class Recorded:
+        def __init__(self, *facts: Any) -> None:
+            announced.append(facts)
+
+        def start(self) -> None:
+            announced.append("start")
+
+        async def close(self) -> None:
+            announced.append("close")
+
+    monkeypatch.setattr(background, "Announcement", Recorded)
+    settings = msgspec.convert({"cluster": {"name": "lab"}}, CoordinatorSettings)
+    address = ("127.0.0.1", 0)
+    options = RunOptions(tmp_path, address, address, local_node=False, node_arguments=(), settings=settings)
+    async with started(tmp_path) as made, AsyncExitStack() as stack:
+        announce_coordinator(options, made.state, 8099, stack)
+        authority = made.state.authority
+        pin = hashlib.sha256(authority.ca).hexdigest()[:16]
+        record = BonjourRecord("coord", shorten_cluster_id(authority.cluster), "1.0", pin)
+        assert announced == [(record, "lab", authority.cluster, 8099), "start"]
+    assert announced[2:] == ["close"]
 
 
 async def test_a_stop_ends_the_wait_for_the_local_node_and_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

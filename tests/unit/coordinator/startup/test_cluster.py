@@ -3,14 +3,21 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from coordinator.cluster.links.link_server import LinkServer
+from coordinator.cluster.registry import Registry
 from coordinator.model_tools.benchmark import BENCHMARK_KEY, BENCHMARK_LIMITS
+from coordinator.model_tools.quantizations import Quantizations
+from coordinator.models.pull_controller import PullController
+from coordinator.state.database import Database
 from coordinator.state.settings import CoordinatorSettings
+from coordinator.video.controller import VideoController
 from router.admission.rate_limits import NO_LIMITS
 from tests.support.cluster.cluster_port import hello
 from tests.support.coordinator.started_coordinator import EPOCH, VERSION, started
@@ -110,3 +117,20 @@ async def test_a_stop_ends_all_tasks_links_and_ports(tmp_path: Path):
         await asyncio.sleep(0)
     assert asyncio.all_tasks() <= before
     assert [name for name in sorted(os.listdir(tmp_path)) if ".db" in name] == ["cluster.db", "videos.db"], "no logs"
+
+
+async def test_a_stop_closes_each_part_of_the_cluster_once_before_those_that_it_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The registry, the pulls and the quantizations have timers, which would act on a closed database."""
+    closed = list[str]()
+
+    def record(kind: type[Any]) -> None:
+        close = kind.close
+        monkeypatch.setattr(kind, "close", lambda part: closed.append(kind.__name__) or close(part))
+
+    for kind in (LinkServer, PullController, Quantizations, VideoController, Registry, Database):
+        record(kind)
+    async with started(tmp_path):
+        assert closed == []
+    assert closed == ["LinkServer", "PullController", "Quantizations", "VideoController", "Registry", "Database"]

@@ -8,6 +8,7 @@ import resource
 import sqlite3
 import ssl
 import stat
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import httpx
 import msgspec
 import pytest
 
+from coordinator.http.connection_slots import RESERVED_FILES, ConnectionSlots
 from coordinator.startup.endpoint import build_ready_facts
 from coordinator.startup.options import RunOptions, check_options
 from coordinator.state.settings import AlertSettings, CoordinatorSettings, HttpSettings
@@ -99,6 +101,33 @@ async def test_unlimited_open_files_allow_connections_as_the_highest_limit_does(
         for _, writer in idle:
             writer.close()
     assert answers == [b"HTTP/1.1 200 OK\r\n"] * 20
+
+
+async def test_connections_without_a_key_have_the_limit_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    limits = list[tuple[int, int]]()
+
+    class Recorded(ConnectionSlots):
+        def __init__(self, most: int, without_key: int) -> None:
+            limits.append((most, without_key))
+            super().__init__(most, without_key)
+
+    monkeypatch.setattr("coordinator.startup.endpoint.ConnectionSlots", Recorded)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1000, 2000))
+    async with started(tmp_path, CoordinatorSettings(http=HttpSettings(max_connections_without_key=7))):
+        assert limits == [(1000 - RESERVED_FILES, 7)]
+
+
+async def test_the_page_gets_a_key_that_the_endpoint_takes_for_twelve_hours(tmp_path: Path):
+    async with started(tmp_path) as made, made.client("admin") as client, made.client() as page:
+        link = (await client.post("/api/v1/page/links")).json()["url"]
+        entered = (await page.post("/api/v1/page/visits", json={"code": link.rpartition("=")[2]})).json()
+        assert abs(entered["expires"] - time.time() - 12 * 3600) < 60
+        headers = {"authorization": f"Bearer {entered['key']}"}
+        assert (await page.get("/api/v1/keys", headers=headers)).status_code == 200
+        assert (await page.delete("/api/v1/page/visit", headers=headers)).status_code == 200
+        assert (await page.get("/api/v1/keys", headers=headers)).status_code == 401
 
 
 async def test_endpoint_has_the_limits_and_addresses_of_the_settings(tmp_path: Path):
