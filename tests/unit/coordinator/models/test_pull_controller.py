@@ -271,6 +271,10 @@ async def test_the_refusal_has_the_progress_of_the_node_that_will_have_the_model
     assert refused is not None
     assert "(75% of 4.0 GiB, about 4 s left)" in refused.message
     assert refused.retry_after == 5.0
+    pool.controller.handle_frame(node, msgspec.structs.replace(follower, done=7 << 29))
+    refused = pool.controller.find_waiting_refusal("pub/model")
+    assert refused is not None
+    assert "(88% of 4.0 GiB, about 2 s left)" in refused.message
 
 
 async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:

@@ -1,5 +1,6 @@
 """Counts of video jobs: every end once, under a reason of a closed set, for any name that a node uses."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -77,3 +78,38 @@ def test_files_of_all_jobs_are_kept_bytes_and_a_finalizing_job_shows_its_progres
     finalizing = replace(JOB, id="f", state=JobState.FINALIZING, node="n2", progress=99)
     seen = take_video_snapshot(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
     assert (seen.stored_bytes, seen.progress, seen.used, seen.states["finalizing"]) == (1024, {"n2": 0.99}, True, 1)
+
+
+def test_a_transition_between_open_states_is_no_end_and_only_a_new_lease_ends_a_wait():
+    counters = VideoCounters()
+    states = (JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.IN_PROGRESS, JobState.FINALIZING)
+    for old, new in pairwise(states):
+        counters.count_transition(replace(JOB, state=old), replace(JOB, state=new), 112.0)
+    assert (sum(counters.ends.values()), sum(counters.queue_seconds.counts)) == (0, 1)
+
+
+def test_failures_are_added_up_and_a_clock_that_was_set_back_counts_as_no_time():
+    counters, running = VideoCounters(), replace(JOB, state=JobState.IN_PROGRESS)
+    for _ in range(2):
+        counters.count_transition(running, ended("worker_lost"), 150.0)
+    counters.count_transition(replace(JOB, state=JobState.LEASING), running, JOB.created - 50.0)
+    counters.count_transition(running, replace(ended(), started=160.0), 150.0)
+    assert (counters.failures, counters.ends["failed"]) == ({"worker_lost": 2}, 2)
+    assert [(sum(seconds.counts), seconds.total) for seconds in (counters.queue_seconds, counters.run_seconds)] == [
+        (1, 0.0),
+        (1, 0.0),
+    ]
+
+
+@pytest.mark.parametrize("end", ["completed", "failed", "cancelled"])
+def test_series_of_videos_begin_with_a_model_a_job_or_an_end(end: str):
+    assert take_video_snapshot(VideoCounters(), [], 0.0, offered=True).used
+    assert take_video_snapshot(VideoCounters(), [ended()], 0.0, offered=False).used
+    counters = VideoCounters()
+    counters.ends[end] = 1
+    assert take_video_snapshot(counters, [], 0.0, offered=False).used
+
+
+def test_a_job_that_waits_for_a_node_shows_no_progress():
+    jobs = [replace(JOB, state=JobState.LEASING, node="n", progress=40), JOB]
+    assert take_video_snapshot(VideoCounters(), jobs, 160.0, offered=True).progress == {}

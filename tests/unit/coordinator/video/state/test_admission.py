@@ -74,6 +74,12 @@ def test_the_model_of_a_request_is_found_or_named():
     assert "broken" not in refuse(both, model="broken").message.partition("'broken'")[2]
     problem = refuse(a_node("a", video=video(WAN, BROKEN)), model="broken")
     assert (problem.status, problem.message.partition(": ")[2]) == (404, "a: a file is missing")
+    other = replace(BROKEN, name="other", cause="its digest is wrong")
+    problem = refuse(a_node("a", video=video(WAN, BROKEN, other)), model="broken")
+    assert problem.message.partition(": ")[2] == "a: a file is missing", "causes of other models do not help"
+    names = [replace(SMALL, name=f"wan-{number}") for number in range(5)]
+    assert refuse(a_node("a", video=video(*names)), model="wan").message.count("wan-") == 3
+    assert refuse(a_node("a", video=video(*names)), model="x").message.endswith("names are wan-0, wan-1, wan-2")
     problem = refuse(a_node("a", models={"tiny": a_model()}), model="tiny")
     assert (problem.status, "/v1/chat/completions" in problem.message) == (400, True)
     assert refuse(model="wan").message.endswith("no node has any")

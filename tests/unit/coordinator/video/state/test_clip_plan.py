@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.video.state.clip_plan import (
+    MAX_FPS,
     MAX_SIDE,
     MIN_FPS,
     MIN_SIDE,
@@ -143,3 +144,26 @@ def test_rounded_sizes_and_frames_and_long_clips_have_warnings():
         refusal = plan_clip(ClipRequest(size=size), limits, package, 20)
         assert isinstance(refusal, ClipRefusal)
         assert refusal.param == "size"
+
+
+@pytest.mark.parametrize(
+    ("wish", "limits", "param"),
+    [
+        (ClipRequest(size=(640, 320)), ClipLimits(pixels=640 * 320), ""),
+        (ClipRequest(size=(640, 320)), ClipLimits(pixels=640 * 320 - 1), "size"),
+        (ClipRequest(size=(625, 320)), ClipLimits(pixels=640 * 320 - 1), "size"),
+        (ClipRequest(fps=MIN_FPS, frames=5), ClipLimits(), ""),
+        (ClipRequest(fps=MIN_FPS - 1, frames=5), ClipLimits(), "fps"),
+        (ClipRequest(fps=MAX_FPS, frames=5), ClipLimits(), ""),
+        (ClipRequest(fps=MAX_FPS + 1, frames=5), ClipLimits(), "fps"),
+        (ClipRequest(steps=1), ClipLimits(), ""),
+        (ClipRequest(steps=0), ClipLimits(), "steps"),
+        (ClipRequest(steps=30), ClipLimits(steps=30), ""),
+        (ClipRequest(steps=31), ClipLimits(steps=30), "steps"),
+        (ClipRequest(seconds=1), ClipLimits(), ""),
+        (ClipRequest(seconds=0), ClipLimits(), "seconds"),
+    ],
+)
+def test_a_clip_may_have_each_limit_and_no_more(wish: ClipRequest, limits: ClipLimits, param: str):
+    found = plan_clip(wish, limits, A14B, 20)
+    assert (found.param if isinstance(found, ClipRefusal) else "") == param
