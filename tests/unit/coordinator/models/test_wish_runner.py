@@ -2,13 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.cluster.model_operations import ModelOperations
+from coordinator.models import wish_runner
 from coordinator.models.wish_runner import IDLE_ROUND_SECONDS, ROUND_SECONDS, WishRunner
 from coordinator.models.wishes import Wish
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
@@ -332,3 +334,67 @@ async def test_without_wishes_views_begin_few_rounds(port: Port):
         runner.handle_view()
         assert await has_round() is expected
     loop.cancel()
+
+
+@asynccontextmanager
+async def running(port: Port, wish: Wish, clock: Callable[[], float] | None = None) -> AsyncIterator[WishRunner]:
+    """Run a second runner for one wish, which no view wakes. At its end it must not wait for its commands."""
+    dispatcher = port.application.dispatcher
+    operations = ModelOperations(dispatcher, time.monotonic)
+    runner = WishRunner({wish.model: wish}, dispatcher, operations, clock or dispatcher.get_time)
+    loop = asyncio.create_task(runner.run())
+    try:
+        yield runner
+    finally:
+        loop.cancel()
+        await asyncio.wait_for(asyncio.gather(loop, return_exceptions=True), 5)
+
+
+async def test_the_end_of_an_action_begins_the_next_round(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wish_runner, "ROUND_SECONDS", 0.0)
+    first, second = await node(port, "first", big(load_seconds=1.0)), await node(port, "second", big(load_seconds=9.0))
+    async with running(port, Wish(BIG)) as runner:
+        runner.wake()
+        load = await first.until(LoadModel)
+        first.send(Refusal(load.request, Refused(RefusalCode.NO_ROOM, "a spike of another program")))
+        await second.until(LoadModel, 5.0)
+
+
+async def test_a_request_that_ended_is_one_use_of_its_model(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wish_runner, "ROUND_SECONDS", 0.0)
+    line, dispatcher, offset = await node(port, "studio", big(loaded=True)), port.application.dispatcher, [0.0]
+    wish = Wish(BIG, idle_unload_seconds=1.0)
+    async with running(port, wish, lambda: dispatcher.get_time() + offset[0]) as runner:
+        for offset[0], requests in ((0.0, 1), (0.9, 1), (1.4, 0)):
+            for _ in range(requests):
+                dispatcher.counters.count_end("ok", BIG, 1.0)
+            runner.wake()
+            await asyncio.sleep(0.01)
+        assert runner.running == ()
+        offset[0] = 2.4
+        runner.wake()
+        assert (await line.until(UnloadModel, 5.0)).model == BIG
+
+
+async def test_a_plan_for_people_leaves_the_requests_to_the_next_round(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wish_runner, "ROUND_SECONDS", 0.0)
+    line = await node(port, "studio", big())
+    async with running(port, Wish(BIG, load_at_boot=False)) as runner:
+        runner.wake()
+        await asyncio.sleep(0.01)
+        assert runner.running == ()
+        port.application.dispatcher.counters.count_end("ok", BIG, 1.0)
+        assert runner.build_plan().actions == ()
+        runner.wake()
+        assert (await line.until(LoadModel, 5.0)).model == BIG
+
+
+async def test_no_model_is_loaded_on_a_node_that_keeps_failing(port: Port):
+    await node(port, "studio", big())
+    breakers, now = port.application.dispatcher.breakers, port.application.dispatcher.get_time()
+    (member,) = port.application.registry.pool.members
+    async with running(port, Wish(BIG)) as runner:
+        assert [action.node for action in runner.build_plan().actions] == [member]
+        for number in range(3):
+            breakers.record_fault(member, number, now - 4.0 + 2.0 * number)
+        assert runner.build_plan().actions == ()
