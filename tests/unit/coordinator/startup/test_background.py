@@ -24,6 +24,7 @@ from coordinator.startup.background import (
     renew_certificates,
     start_local_node,
     start_periodic_tasks,
+    start_wishes,
     store_usage,
 )
 from coordinator.startup.options import RunOptions
@@ -207,9 +208,8 @@ async def test_the_local_node_gets_a_short_token_that_may_replace_its_lost_ident
     program.write_text(NODE_PROGRAM.format(python=sys.executable))
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    address = ("127.0.0.1", 0)
     options = RunOptions(
-        tmp_path, address, address, local_node=True, node_arguments=("last",), settings=CoordinatorSettings()
+        tmp_path, ("127.0.0.1", 0), ("0.0.0.0", 0), True, node_arguments=("last",), settings=CoordinatorSettings()
     )
     async with started(tmp_path) as made, AsyncExitStack() as stack:
         ready = await start_local_node(options, made.state, made.access, made.cluster, asyncio.Event(), stack)
@@ -219,6 +219,15 @@ async def test_the_local_node_gets_a_short_token_that_may_replace_its_lost_ident
         assert (ready, url, last) == (False, f"127.0.0.1:{made.cluster.port}", "last")
         assert (listed.id, listed.uses_left, round(listed.expires - listed.created)) == (token.id, 1, 600)
         assert made.access.tokens.may_replace(token.id)
+
+
+async def test_a_stop_ends_the_loop_of_the_wishes(tmp_path: Path):
+    async with started(tmp_path) as made, AsyncExitStack() as stack:
+        before = asyncio.all_tasks()
+        start_wishes(made.cluster.wishes, stack)
+        (loop,) = asyncio.all_tasks() - before
+        await stack.aclose()
+        assert loop.cancelled()
 
 
 async def test_the_cluster_port_is_announced_with_the_pin_of_its_authority_until_the_stop(
