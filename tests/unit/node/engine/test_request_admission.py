@@ -108,6 +108,24 @@ def test_a_prompt_that_is_refused_before_its_tokenization_holds_nothing():
     assert (driver.resident().usage.users, driver.engine.report(time.monotonic()).waiting) == (0, 0)
 
 
+def test_choices_that_ended_on_another_node_need_no_memory():
+    driver, estimates = Driver(models.path("llama"), prefix_cache_size="off"), list[int]()
+    driver.answer("hello", SHORT)  # its tokenizer is loaded: the only check is that of the admission
+
+    def refuse(site: GateSite, estimate: int) -> bool:
+        if site is GateSite.PREFLIGHT:
+            estimates.append(estimate)
+        return site is GateSite.PREFLIGHT
+
+    driver.gate.refuses = refuse
+    whole, begun = (5,) * LONG_TOKENS, (5, 5)
+    for resume in ((begun,), (whole, begun, whole), (begun, begun)):
+        params = GenerationParams(temperature=0.0, max_tokens=LONG_TOKENS, n=len(resume))
+        assert isinstance(driver.end(driver.ask("hello", params, resume=resume, expected=LONG_TOKENS)), Refusal)
+    one, one_of_three, two = estimates[::2]  # each is checked again after memory was freed
+    assert one == one_of_three < two
+
+
 def test_what_is_missing_below_the_ceiling_is_preempted_as_well(monkeypatch: pytest.MonkeyPatch):
     driver = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
     driver.answer("hello", SHORT)
