@@ -1,9 +1,11 @@
 """Followed logs, the live view, and `cluster metrics-config` with the token with which Prometheus scrapes."""
 
+import io
 import json
 import stat
 from collections.abc import Iterator
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,20 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.logs_and_top import EVENTS_TIMEOUT_SECONDS, LiveView, print_log
+from coordinator.cli.commands.logs_and_top import (
+    EVENTS_TIMEOUT_SECONDS,
+    LiveView,
+    format_log_line,
+    print_log,
+    render_node_table,
+)
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 from coordinator.observe.event_log import KEEPALIVE_SECONDS
 from tests.support.cluster.whole_pool import Served, served
 from tests.support.coordinator.answering_server import Server
+from tests.unit.coordinator.cli.test_tables import a_node
+from wire.node_state import NodeState
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +234,68 @@ def test_a_followed_log_that_can_no_longer_be_read_ends_with_an_error(
         next(pieces)
     assert ended.value.exit_code == 3
     log.rmdir()
+
+
+LINKED_AT = "2026-11-29T10:00:00.500000Z"
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (
+            f'{{"timestamp":"{LINKED_AT}","level":"info","logger":"x","event":"node linked","node":"a","n":1}}',
+            "{}  info     node linked  node=a  n=1",
+        ),
+        (
+            '{"timestamp":"yesterday T at noon, or so","event":"a\\nb","k":"\\u001b[2J"}',
+            "yesterday   at noon           a b",
+        ),
+        ("no json", "no json"),
+        ("[1]", "[1]"),
+        ("7", "7"),
+    ],
+)
+def test_a_line_of_a_log_is_formatted_if_it_is_an_event(line: str, text: str):
+    formatted = format_log_line(line)
+    assert formatted.startswith(text.format(f"{datetime.fromisoformat(LINKED_AT).astimezone():%Y-%m-%d %H:%M:%S}"))
+    assert "\x1b" not in formatted
+    assert "\n" not in formatted
+
+
+def test_events_are_printed_as_lines_or_as_json(server: Server, monkeypatch: pytest.MonkeyPatch):
+    pieces = [b'id: 1\ndata: {"event":"one","level":"info"}\n\n: still', b' here\n\nid: 2\ndata: {"event":"two"}\n\n']
+    asked = list[str]()
+    monkeypatch.setattr(ApiSession, "stream", lambda _, path: asked.append(path) or iter(pieces))
+    done = server.run("events", "--last", "7", "-o", "json")
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"event": "one", "level": "info"},
+        {"event": "two"},
+    ]
+    assert [line.split() for line in server.run("events").stdout.splitlines()] == [["info", "one"], ["two"]]
+    assert asked == ["/api/v1/events?last=7", "/api/v1/events?last=50"]
+
+
+def test_the_state_is_printed_once_without_a_terminal(server: Server):
+    condition = {"name": "GuardOff", "summary": "off on \x1ba", "severity": "critical"}
+    server.answer = {
+        "cluster": {"name": "home"},
+        "uptime_seconds": 7200.0,
+        "nodes": [a_node("a", 2), a_node("b", 2, NodeState.LOST)],
+        "in_flight": 3,
+        "queued": 4,
+        "conditions": [condition],
+    }
+    states = dict.fromkeys(NodeState, 0) | {"ready": 1, "lost": 1}
+    answers: dict[str, Any] = {"/api/v1/status": {**server.answer, "nodes": states}, "/api/v1/nodes": server.answer}
+    server.on_request = lambda: setattr(server, "answer", answers["/api/v1/" + server.asked[-1][0].rpartition("/")[2]])
+    lines = [line.rstrip() for line in server.run("top").stdout.splitlines()]
+    assert lines[0] == "home  up 2h  1 ready, 1 lost  3 in flight  4 queued"
+    assert lines[2].startswith("GuardOff: off on ")
+    assert "\x1b" not in lines[2]
+    assert lines[3].split()[:3] == ["NODE", "STATE", "MEMORY"]
+    assert [line.split()[:2] for line in lines[4:6]] == [["a", "ready"], ["b", "lost"]]
+    assert lines[-1] == "█ current  ▒ reserved  ░ margin  · free"
+    for columns, shown in ((200, True), (80, False)):
+        screen = io.StringIO()
+        Console(width=columns, file=screen).print(render_node_table(answers["/api/v1/nodes"]["nodes"], columns))
+        assert ("HEARD" in screen.getvalue()) is shown
