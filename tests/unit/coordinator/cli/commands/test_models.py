@@ -190,6 +190,33 @@ def test_a_wish_is_ended(server: Server):
     assert server.asked == [("/api/v1/models/wishes/a/b", None)]
 
 
+def test_the_name_of_a_wish_keeps_its_slashes_and_no_other_special_character(server: Server):
+    server.answer = {"schema": 1, "model": "a/b c?", "wish": {"model": "a/b c?", "replicas": 1}}
+    for verb in ("want", "unwant"):
+        server.run("model", verb, "a/b c?")
+    assert [path for path, _ in server.asked] == ["/api/v1/models/wishes/a/b%20c%3F"] * 2
+    assert server.methods == ["PUT", "DELETE"]
+
+
+def test_one_model_is_shown_by_its_name_in_any_case(server: Server):
+    base = {"nodes": [row("studio")], "weights": 4 * GIB, "context": 4096}
+    server.answer = {"models": [{"name": "other", **base}, {"name": "A/b", **base}]}
+    text = server.run("model", "show", "a/B").stdout
+    assert ("A/b" in text, "other" in text) == (True, False)
+    done = server.run("model", "show", "c")
+    assert (done.exit_code, "no node has the model c; models: other, A/b" in done.stderr) == (NOT_FOUND, True)
+
+
+def test_models_that_are_not_for_chats_and_aliases_are_below_the_table(server: Server):
+    base = {"nodes": [], "weights": 1, "context": 1}
+    kinds = {"talks": "chat", "v1": "embed", "v2": "embed", "scores": "rerank"}
+    aliases = [{"name": "coder", "candidates": ["big", "talks"], "upstream": None, "served": "talks"}]
+    server.answer = {"models": [{"name": n, "kind": k, **base} for n, k in kinds.items()], "aliases": aliases}
+    lines = server.run("models").stdout.splitlines()
+    assert [line.partition(": ")[2] for line in lines[5:7]] == ["v1, v2", "scores"]
+    assert lines[7] == "alias coder: big, then talks (first one on a node: talks)"
+
+
 def wished(model: str, **changes: Any) -> dict[str, Any]:
     base = {"model": model, "replicas": 1, "wanted": 1, "met": False, "ready": [], "loading": [], "away": []}
     return {**base, "missing": "", **changes}

@@ -48,6 +48,19 @@ def test_a_pull_that_every_node_completes_succeeds(server: Server):
     assert (done.exit_code, done.stderr) == (0, "")
 
 
+def test_a_wait_asks_until_the_pull_has_ended(server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pulls, "POLL_INTERVAL_SECONDS", 0.001)
+
+    def answer() -> None:
+        state = "completed" if len(server.asked) == 3 else "pulling"
+        server.answer = {"pull": {"id": "p/1", "repo": "a/b", "state": state, "nodes": [place("mini", state)]}}
+
+    server.on_request = answer
+    done = server.run("pulls", "wait", "p/1")
+    assert (done.exit_code, done.stdout) == (0, "mini: completed, already had the files\n")
+    assert server.asked == [("/api/v1/pulls/p%2F1", None)] * 3
+
+
 def test_a_wait_prints_only_json_with_that_output(server: Server):
     nodes = [place("mini", "failed", "full")]
     server.answer = {"pull": {"id": "p-1", "repo": "a/b", "state": "failed", "nodes": nodes}}
