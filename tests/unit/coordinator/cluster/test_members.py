@@ -129,13 +129,15 @@ async def test_decisions_are_whole_while_the_disk_takes_no_change(tmp_path: Path
             store.audit.add(1.0, "person", "create keys", "laptop")
         with pytest.raises(StoreError):
             await store.flush()
-        for decide in (
-            lambda: administration.set_labels(kept.node, ("fast",)),
-            lambda: administration.set_video_allowed(kept.node, on=False),
-            lambda: administration.remove_node(removed.node),
+        for decide, field, value in (
+            (lambda: administration.set_labels(kept.node, ("fast",)), "labels", frozenset({"fast"})),
+            (lambda: administration.set_video_allowed(kept.node, on=False), "video_allowed", False),
+            (lambda: administration.remove_node(removed.node), "labels", frozenset({"fast"})),
         ):
             with pytest.raises(StoreError):
                 decide()
+            seen = port.application.dispatcher.view.find_node(kept.node)
+            assert getattr(seen, field) == value, "it is seen at once"
         before = store.members[kept.node].serial
         with pytest.raises(StoreError):
             administration.authentication.renew_certificate(NodeId(kept.node), new_csr(kept))
@@ -370,7 +372,13 @@ async def test_warnings_name_their_node_and_a_silent_half_of_the_pool(port: Port
     for name in ("a", "b"):
         lines[name].close()
     await port.until(lambda: nodes.directory.count_states()["lost"] == 2)
-    assert nodes.directory.list_warnings() == [
-        "half of the nodes fell silent at once: look at this machine's own network first"
-    ]
+    silent = "half of the nodes fell silent at once: look at this machine's own network first"
+    assert nodes.directory.list_warnings() == [silent]
     assert nodes.directory.list_dangers() == []
+    lines["c"].send(a_report(2, memory=off, engine=replace(hung.engine, state="hung", cause="no step for 60 s")))
+    await port.until(nodes.directory.list_dangers)
+    assert nodes.directory.list_warnings() == [
+        "c: memory.guard is off: its memory can exceed the cap",
+        silent,
+        "c: its engine is hung: no step for 60 s",
+    ], "dangers, the network, then faults"

@@ -541,6 +541,7 @@ async def test_version_and_hardware_are_those_of_the_newest_hello(start: Callabl
     assert one.nodes.directory.describe_host(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
     described = one.nodes.directory.build_node_row(studio, 0)
     assert (described["version"], described["protocol"], described["heard_seconds"]) == ("1.1.0", OLDEST_PROTOCOL, None)
+    assert (described["phys"], described["headroom"], described["engine"]["state"]) == (None, None, ""), "no report yet"
     newer = Hardware("M5", 256 * GIB, 16, "macOS 26.2", "3.12")
     number = one.link(studio, hardware=newer)
     assert one.store.members[studio].hardware == newer

@@ -432,3 +432,13 @@ async def test_snapshot_omits_tokens_of_deleted_keys(port: Port):
     counters.add_key_tokens("gone", "tiny", 5)
     assert counters.keys
     assert metrics_of(port).take_snapshot().counters.keys == {}
+
+
+async def test_snapshot_has_leaked_reservations_and_the_cpu_time_of_all_threads(port: Port):
+    await linked(port, "a")
+    (node,) = port.application.registry.pool.members
+    before, snapshot, after = time.process_time(), metrics_of(port).take_snapshot(), time.process_time()
+    assert snapshot.leaks == 0
+    assert before <= snapshot.process.cpu_seconds <= after
+    port.application.dispatcher.ledger.reserve(node, 77, 77, 2**20, 1, 0, 0.0, 1)
+    assert metrics_of(port).take_snapshot().leaks == 1

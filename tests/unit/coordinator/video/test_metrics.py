@@ -40,7 +40,8 @@ def test_an_end_is_counted_once(job: VideoJob, end: str, reasons: dict[str, int]
 
 def test_the_wait_ends_with_the_lease():
     counters = VideoCounters()
-    counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.IN_PROGRESS), 112.5)
+    running = replace(JOB, state=JobState.IN_PROGRESS, started=112.5)
+    counters.count_transition(replace(JOB, state=JobState.LEASING), running, 112.5)
     counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.QUEUED), 113.0)
     assert (sum(counters.queue_seconds.counts), counters.queue_seconds.total) == (1, 12.5)
 
