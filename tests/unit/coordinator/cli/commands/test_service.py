@@ -21,7 +21,7 @@ from coordinator.service.setup import ExistingUnit
 from wire.units import GIB
 
 USER = pwd.getpwnam("nobody").pw_name
-UNIT = ExistingUnit("unit", "anna", ("python", "-m", "coordinator.cli", "up", "--state", "/home/anna/pool"))
+UNIT = ExistingUnit("unit", "anna", ("python", "-m", "coordinator.cli", "up", "--state", "/srv/pool"))
 
 
 def invoke(host: ServiceHost, *words: str) -> Result:
@@ -46,7 +46,7 @@ def invoke(host: ServiceHost, *words: str) -> Result:
             ["service   not loaded: `cluster service install` repairs that", "unit      UNIT", "user      anna"],
         ),
         (UNIT, ServiceState(loaded=True, last_exit="9"), 1, ["service   loaded, not running", "last exit 9"]),
-        (UNIT, ServiceState(True, True, 77), 0, ["service   running, process 77", "state     /home/anna/pool"]),
+        (UNIT, ServiceState(True, True, 77), 0, ["service   running, process 77", "state     /srv/pool"]),
     ],
 )
 def test_the_state_of_the_service_is_printed_with_its_exit_code(
