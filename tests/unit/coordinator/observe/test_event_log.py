@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from coordinator.observe import event_log
-from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, MAX_READERS, EventLog
+from coordinator.observe.event_log import KEEPALIVE_SECONDS, MAX_EVENTS, MAX_QUEUED_EVENTS, MAX_READERS, EventLog
 
 
 def tell(hub: EventLog, *numbers: int) -> None:
@@ -148,3 +149,17 @@ async def test_the_log_is_full_with_its_maximum_of_readers():
     assert not hub.full
     for reading in readings:
         await reading.aclose()
+
+
+async def test_an_event_of_another_thread_reaches_a_reader_at_once():
+    hub, loop = EventLog(), asyncio.get_running_loop()
+    reading = hub.stream_events(None, 0, follow=True)
+    waiting = asyncio.ensure_future(anext(reading))
+    await settled()
+    began = loop.time()
+    thread = threading.Timer(0.05, tell, (hub, 1))
+    thread.start()
+    assert parse_numbers([await waiting]) == [1]
+    assert loop.time() - began < KEEPALIVE_SECONDS / 2
+    thread.join()
+    await reading.aclose()

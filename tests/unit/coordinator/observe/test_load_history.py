@@ -131,10 +131,11 @@ def test_to_row_returns_the_newest_points_up_to_count():
 @pytest.mark.parametrize("state", NodeState)
 def test_load_reading_has_memory_for_current_reports_only(state: NodeState):
     counts = NodeCounts()
-    counts.generated_tokens = 7
+    counts.prompt_tokens, counts.generated_tokens, counts.first_tokens, counts.first_token_seconds = 6, 7, 8, 9.5
     assert build_node_load(NodeView(A, "a", state), None, 3).in_flight == 3
     found = build_node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
-    assert (found.generated_tokens, found.in_flight) == (7, 2)
+    assert (found.prompt_tokens, found.generated_tokens, found.in_flight) == (6, 7, 2)
+    assert (found.first_tokens, found.first_token_seconds) == (8, 9.5)
     measured = state in (NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
     assert (found.memory, found.cap) == ((GIB, 4 * GIB) if measured else (None, None))
 

@@ -64,6 +64,10 @@ def test_a_node_answers_only_when_everything_of_it_is_ready():
     assert not can_answer(a_view(armed=False))
     assert can_answer(a_view(armed=False, guard=False))
     assert not can_answer(a_view(models=False))
+    damaged, intact = a_model("a", loaded=False, cause="its files are damaged"), a_model("b", loaded=False)
+    for models, expected in (((damaged,), False), ((damaged, intact), True)):
+        view = dataclasses.replace(a_view(), models={model.name: model for model in models})
+        assert can_answer(view) is expected
 
 
 @pytest.mark.parametrize(("engine", "warns"), [("starting", False), ("ready", True), ("hung", True)])
@@ -114,6 +118,11 @@ def test_list_dangers_puts_own_warnings_first_without_duplicates():
     assert list_dangers(dataclasses.replace(off, enforcement=said)) == [
         "memory.margin is 0: a spike may panic",
         "memory.guard is off: its memory can exceed the cap",
+    ]
+    said = Enforcement(MemoryLevel.OVER_SOFT, warnings=("memory.guard is off: no request is refused",))
+    assert list_dangers(dataclasses.replace(off, enforcement=said)) == [
+        "memory.guard is off: no request is refused",
+        "memory.margin is 0: no memory is kept for short-lived buffers",
     ]
     unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
     assert list_dangers(unknown) == [], "a node without limits yet"

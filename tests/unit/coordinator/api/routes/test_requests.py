@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from coordinator.api.routes.requests import MAX_DRIFT_SECONDS, WallClock
+from router.dispatch.decision_log import parse_line
 from router.errors import build_invalid
 from tests.support.cluster.cluster_port import Port, a_report
 from wire.frames import Admitted, Delta, Deltas, Finished, Generate
@@ -62,6 +63,8 @@ async def test_an_open_request_has_its_phase_and_an_ended_one_its_placement(port
     async with port.client("infer") as client:
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers=headers))
         number = (await line.until(Generate)).request
+        other = asyncio.create_task(client.post("/v1/chat/completions", json=body, headers={"x-request-id": "other"}))
+        second = (await line.until(Generate)).request
         phases, frames = list[str](), (Admitted(number, 7), Deltas((Delta(number, 0, (1,), ((0, "hey"),)),)))
         for frame in frames:
             (row,) = (await boss.get(path)).json()["under_way"]
@@ -73,6 +76,8 @@ async def test_an_open_request_has_its_phase_and_an_ended_one_its_placement(port
                 await asyncio.sleep(0)
         line.send(Finished(number, ("stop",), 7, 1))
         assert (await asking).status_code == 200
+        line.send(Admitted(second, 7), Finished(second, ("stop",), 7, 1))
+        assert (await other).status_code == 200
     assert ([*phases, row["phase"]], row["model"], row["alias"]) == (["prefill", "prefill", "decode"], "tiny", "")
     shown = (await boss.get(path)).json()
     (decision,), (ended,) = shown["decisions"], shown["requests"]
@@ -85,6 +90,11 @@ async def test_an_open_request_has_its_phase_and_an_ended_one_its_placement(port
         [],
     )
     assert abs(ended["at"] - time.time()) < 60
+    assert [sorted(step) for step in ended["steps"]] == [["at", "node", "what"]] * len(ended["steps"])
+    assert ended["steps"][-1]["node"] in ("", "studio")
+    recorded = await boss.get("/api/v1/decisions")
+    assert recorded.headers["content-type"] == "application/jsonl"
+    assert [parse_line(line).request_id for line in recorded.content.splitlines()] == ["mine", "other"]
 
 
 async def test_the_newest_requests_are_listed_with_their_keys(port: Port, boss: httpx.AsyncClient):
