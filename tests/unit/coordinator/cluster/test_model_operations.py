@@ -9,6 +9,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
@@ -79,15 +80,14 @@ async def test_a_node_that_refuses_is_followed_by_the_next_and_the_refusal_keeps
     _, first = await node(port, "first", big(load_seconds=1.0))
     _, second = await node(port, "second", big(load_seconds=90.0))
     asking = await ask(port, "load")
-    for line in (first, second):
+    for line, headroom in ((first, 5), (second, 6)):
         load = await line.until(LoadModel)
-        line.send(
-            Refusal(load.request, Refused(RefusalCode.NO_ROOM, "needs 4.0 GiB", MemoryNumbers(headroom=5, margin=7)))
-        )
+        numbers = MemoryNumbers(headroom=headroom, margin=7)
+        line.send(Refusal(load.request, Refused(RefusalCode.NO_ROOM, "needs 4.0 GiB", numbers)))
     answer = await asking
     assert answer.status_code == 503
     assert error(answer)["message"] == "first: needs 4.0 GiB; second: needs 4.0 GiB"
-    assert error(answer)["memory"]["headroom"] == 5
+    assert error(answer)["memory"]["headroom"] == 5, "the first was the best choice"
 
 
 async def test_load_on_a_named_node_is_sent_for_an_unreported_model(port: Port):
@@ -146,6 +146,31 @@ async def test_a_model_is_unloaded_wherever_it_is_loaded(port: Port):
         unload = await line.until(UnloadModel)
         line.send(Finished(unload.request, (), 0, 0))
     assert sorted(row["name"] for row in (await asking).json()["nodes"]) == ["one", "two"]
+
+
+async def test_a_node_that_is_away_is_not_asked_to_unload_or_measure(port: Port):
+    away, line = await node(port, "away", big(loaded=True))
+    line.close()
+    await port.until(lambda: port.state(away) == "lost")
+    answer = await (await ask(port, "unload"))
+    assert (answer.status_code, error(answer)["message"]) == (404, f"{BIG} is loaded on no node")
+    _, studio = await node(port, "studio", big(loaded=True))
+    for verb, kind in (("profile", ProfileModel), ("unload", UnloadModel)):
+        asking = await ask(port, verb)
+        order = await studio.until(kind)
+        studio.send(Finished(order.request, (), 0, 0))
+        assert [row["name"] for row in (await asking).json()["nodes"]] == ["studio"]
+
+
+async def test_the_duration_of_a_command_is_that_of_its_clock(port: Port):
+    _, line = await node(port, "studio", big())
+    times = iter((100.0, 107.25))
+    operations = ModelOperations(port.application.dispatcher, lambda: next(times))
+    loading = asyncio.create_task(operations.load_model(BIG, None))
+    line.send(Finished((await line.until(LoadModel)).request, (), 0, 0))
+    done = await loading
+    assert isinstance(done, CommandResult)
+    assert (done.name, done.seconds, done.to_row()["seconds"]) == ("studio", 7.25, 7.25)
 
 
 async def test_unload_skips_a_model_in_use_and_lists_the_rest(port: Port):
