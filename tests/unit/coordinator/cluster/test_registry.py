@@ -28,7 +28,17 @@ from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.batches import BatchGroup
 from wire.certificate import read_certificate
 from wire.enforcement import Enforcement
-from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
+from wire.frames import (
+    CertificateRenewed,
+    Denied,
+    Finished,
+    Frame,
+    Goodbye,
+    Hello,
+    MemberQuery,
+    RenewCertificate,
+    Welcome,
+)
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.node_state import EngineStage, NodeState
 from wire.report import EngineState, Hardware, MemoryLevel
@@ -416,6 +426,8 @@ async def test_a_nearer_deadline_replaces_the_timer_of_a_later_one(
     run.link(studio)
     (nearer,) = [timer for timer in timers if not timer.cancelled()]
     assert 0 < nearer.when() - loop.time() <= member_transitions.SUSPECT_AFTER_SECONDS
+    run.registry.close()
+    assert all(timer.cancelled() for timer in timers), "a registry that is closed changes no member"
 
 
 async def test_large_cluster_publishes_one_view_for_simultaneous_reports(
@@ -506,7 +518,9 @@ async def test_reports_goodbyes_and_the_end_of_an_older_link_change_nothing(star
     older = one.link(studio)
     newer = one.link(studio, report=False, instance="restarted")
     assert one.placed.gone == [(studio, "replaced")], "its requests went with the older link"
-    one.registry.handle_frame(studio, older, a_report(draining=True))
+    before = one.registry.get_node_view(studio).memory
+    one.registry.handle_frame(studio, older, a_report(draining=True, memory=a_memory(cap=99 * GIB)))
+    assert one.registry.get_node_view(studio).memory == before
     one.registry.handle_frame(studio, older, Goodbye("leave"))
     one.registry.on_link_down(studio, older, "connection ended")
     assert one.state(studio) == "joining"
@@ -563,6 +577,30 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     assert first.store.members[studio].serial == after, "a bad request changes nothing"
     await first.stop()
     assert start().store.members[studio].serial == after
+
+
+async def test_a_renewed_certificate_is_sent_once_its_serial_is_on_the_disk(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    written, flush, sent = asyncio.Event(), Database.flush, list[tuple[NodeId, Frame]]()
+
+    async def hold(store: Database) -> None:
+        await written.wait()
+        await flush(store)
+
+    monkeypatch.setattr(Database, "flush", hold)
+    one = start()
+    studio = one.join("studio")
+    monkeypatch.setattr(one.nodes.links.table, "send", lambda node, frame: sent.append((node, frame)))
+    one.registry.handle_frame(studio, one.link(studio), RenewCertificate(new_request("studio").csr))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert sent == []
+    written.set()
+    await until(lambda: sent)
+    ((node, frame),) = sent
+    assert isinstance(frame, CertificateRenewed)
+    assert (node, read_certificate(frame.certificate).serial) == (studio, one.store.members[studio].serial)
 
 
 async def test_a_failed_write_ends_no_link(start: Callable[[], Coordinator], tmp_path: Path):

@@ -56,6 +56,15 @@ async def test_the_end_of_an_older_link_keeps_the_newest(port: Port):
     assert port.state(who) == "ready"
 
 
+async def test_the_older_link_ends_with_the_newest_because_its_requests_are_resumed(port: Port):
+    who = port.member("one")
+    older, newer = await take_over(port, who)
+    newer.close()
+    await older.ended()
+    await port.until(lambda: count_links(port) == (0, 0))
+    assert port.state(who) == "lost"
+
+
 async def test_another_process_takes_no_link_over(port: Port, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("coordinator.cluster.links.link_admission.ALIVE_REPORT_AGE_SECONDS", 0.0)
     older, _ = await take_over(port, port.member("one"), instance="another process")
