@@ -14,7 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.state.store_errors import StoreError
-from coordinator.video import job_files, job_timer
+from coordinator.video import controller, job_files, job_timer
 from coordinator.video.controller import VideoController
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state.events import JobDeleted, LeasesReported
@@ -24,7 +24,7 @@ from coordinator.video.store import FILE
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
-from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRelease, LeaseRequest
+from wire.frames import AllowVideo, Frame, LeaseEnded, LeaseGranted, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventCounts
 from wire.video import Artifact, LeaseState, ReleaseCause
@@ -275,3 +275,88 @@ async def test_a_node_keeps_its_files_while_the_end_of_the_job_cannot_be_stored(
             await cluster.controller.records.flush()
         assert [frame for frame in cluster.frames if isinstance(frame, LeaseRelease)] == []
         other.execute("ALTER TABLE away RENAME TO jobs")
+
+
+@pytest.mark.parametrize("end", ["cancel", "delete"])
+async def test_the_end_of_a_job_that_cannot_be_stored_is_an_error_and_takes_effect(
+    cluster: Cluster, tmp_path: Path, end: str
+):
+    job = await cluster.submit()
+    await cluster.controller.records.flush()
+    with closing(sqlite3.connect(tmp_path / FILE)) as other:
+        other.execute("ALTER TABLE jobs RENAME TO away")
+        with pytest.raises(StoreError):
+            await (cluster.controller.cancel_job if end == "cancel" else cluster.controller.delete_job)(job.id)
+        found = cluster.controller.find_job(job.id)
+        assert (found is None) if end == "delete" else (found is not None and not found.open)
+        other.execute("ALTER TABLE away RENAME TO jobs")
+
+
+async def test_a_client_that_disconnects_does_not_end_the_wait_of_a_repeated_request(cluster: Cluster, tmp_path: Path):
+    await cluster.submit()  # opens the database
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # the next write waits for its end
+        first = asyncio.create_task(cluster.submit())
+        await asyncio.sleep(0)
+        job, _ = cluster.controller.list_jobs()
+        again = asyncio.create_task(cluster.controller.wait_until_stored(job.id))
+        await asyncio.sleep(0)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert not again.done()
+        other.execute("ROLLBACK")
+        async with asyncio.timeout(30):
+            await again
+    assert cluster.controller.find_job(job.id) is not None
+
+
+async def test_a_node_that_joins_again_is_asked_and_read_as_a_new_one(cluster: Cluster):
+    video = replace(a_node(NODE).video, allowed=False)
+    view = ClusterView((a_node(NODE, video=video, reported_at=5.0),))
+    cluster.controller.apply_view(view)
+    cluster.controller.apply_view(view)
+    assert cluster.frames == [AllowVideo(allowed=True)]
+    cluster.controller.delete_node_data(NODE)
+    cluster.controller.apply_view(view)
+    assert cluster.frames == [AllowVideo(allowed=True)] * 2
+
+
+async def test_a_node_that_is_not_linked_is_asked_again_after_a_short_pause(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(controller, "RETRY_SECONDS", 7.0)
+    cluster.linked = False
+    await cluster.submit()
+    assert dict(cluster.controller.table.pauses) == {NODE: 7.0}
+
+
+async def test_an_empty_job_table_is_not_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    cluster.controller.apply_view(ClusterView())
+    monkeypatch.setattr(job_timer, "TICK_SECONDS", 0.01)
+    job = await cluster.submit()
+    await cluster.controller.delete_job(job.id)
+    checked = asyncio.Event()
+    cluster.on_clock = checked.set
+    await asyncio.sleep(0.1)  # ten times the pause
+    assert not checked.is_set()
+
+
+async def test_metrics_of_videos_are_shown_once_a_node_offers_any(cluster: Cluster):
+    assert cluster.controller.take_snapshot().used
+    cluster.controller.apply_view(ClusterView((a_node(NODE, video=replace(a_node(NODE).video, packages=())),)))
+    assert not cluster.controller.take_snapshot().used
+
+
+async def test_a_job_that_runs_at_a_restart_waits_for_its_node(tmp_path: Path):
+    cluster = Cluster(tmp_path)
+    job = await cluster.submit()
+    lease = cluster.frames[-1]
+    assert isinstance(lease, LeaseRequest)
+    cluster.controller.handle_frame(NODE, LeaseGranted(lease.lease, lease.generation))
+    assert not cluster.find(job).away
+    await cluster.controller.close()
+    again = Cluster(tmp_path)
+    found = again.find(job)
+    assert (found.state, found.away) == (JobState.IN_PROGRESS, True)
+    await again.controller.close()
