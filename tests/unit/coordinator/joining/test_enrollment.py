@@ -217,6 +217,11 @@ def test_enrollment_makes_fields_of_a_joining_machine_printable(cluster: Enrollm
     assert row.hardware.chip.startswith("??31m?script?x")
     assert len(row.hardware.chip) == 64
     assert (row.hardware.memory, row.hardware.cores) == (0, 0)
+    waiting = talk(cluster)
+    waiting.process_frame(EnrollStart(PROTOCOL, compute_commitment(NONCE, csr)), 0.0)
+    waiting.process_frame(Enroll(csr, "b", "m2", told, opening=NONCE), 0.0)
+    (displayed,) = cluster.approvals.list_waiting(0.0)
+    assert displayed.hardware == row.hardware
 
 
 def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> None:

@@ -192,3 +192,30 @@ def test_wrong_codes_count_in_a_row_only() -> None:
     assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), ApprovalLock(LOCK_SECONDS)]
     assert line.approve("0", 49.0 + LOCK_SECONDS) == ApprovalLock(1.0)
     assert line.approve("0", 50.0 + LOCK_SECONDS) == WrongCode(2)
+
+
+def test_a_code_that_another_node_has_counts_as_drawn() -> None:
+    line = ApprovalQueue()
+    asked(line, "111111")
+    for _ in range(MAX_NEW_CODES_PER_ADDRESS - 1):
+        assert line.enqueue(waiting("111111", 1.0), 1.0) == 1.0
+    assert line.enqueue(waiting("222222", 1.0), 1.0) == APPROVAL_TIMEOUT_SECONDS - 1.0
+
+
+def test_an_ipv6_network_has_the_share_of_one_address() -> None:
+    line = ApprovalQueue()
+    for number in range(MAX_WAITING_PER_ADDRESS):
+        asked(line, str(number), address=f"2001:db8::{number}")
+    assert line.enqueue(waiting("more", address="2001:db8::99"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    asked(line, "other", address="2001:db8:0:1::1")
+
+
+def test_a_repeated_approval_is_that_of_the_newest_node_with_the_code() -> None:
+    line = ApprovalQueue()
+    asked(line, "111111")
+    line.approve("111111", 0.0)
+    asked(line, "111111", 1.0)
+    newest = line.approve("111111", 1.0)
+    assert line.approve("111111", 2.0) == newest
+    assert isinstance(newest, DecidedApproval)
+    assert newest.waiting.expires == 1.0 + APPROVAL_TIMEOUT_SECONDS

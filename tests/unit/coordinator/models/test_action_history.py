@@ -127,3 +127,35 @@ def test_values_that_contradict_each_other_are_found():
         ActionHistory(0.0, {NodeId("b"): NodeHistory(LOAD)}).check()
     with pytest.raises(InvariantError, match="costs"):
         ActionHistory(0.0, {A: NodeHistory(swap=Swap("m", 1.0, ended=True, at=0.0))}).check()
+
+
+def test_a_new_swap_for_a_model_does_not_cost_what_an_ended_one_did():
+    first, second = (UnloadWish(A, "a", "x", UnloadReason.MEMORY, "m", cost) for cost in (40.0, 30.0))
+    history = after(
+        (0.0, ActionBegan(first)),
+        (1.0, ActionEnded(A)),
+        (2.0, ActionBegan(LOAD)),
+        (3.0, ActionEnded(A)),
+        (4.0, ActionBegan(second)),
+    )
+    assert history.nodes[A].swap == Swap("m", 30.0, ended=False, at=4.0)
+
+
+def test_an_action_ends_also_after_its_node_is_no_member_any_more():
+    history = after((0.0, ActionBegan(LOAD)))
+    nobody = PoolState(ClusterView(), ReservationLedger(), 1.0)
+    history = step(history, RoundBegan(nobody, frozenset(), frozenset()), 1.0)
+    history = step(history, ActionEnded(A, "the node has left"), 2.0)
+    history = step(history, RoundBegan(nobody, frozenset(), frozenset()), 3.0)
+    assert (dict(history.nodes), dict(history.failures)) == ({}, {})
+
+
+def test_a_round_keeps_what_is_wished_and_notes_what_is_in_use():
+    view = ClusterView((WishNode("a").view(),))
+    ready = frozenset({(A, "m"), (A, "x")})
+    pool = PoolState(view, ReservationLedger(), 2.0, in_use={A: frozenset({"m"})})
+    history = step(ActionHistory(0.0), RoundBegan(pool, frozenset({"m", "x"}), ready), 2.0)
+    assert (history.used_at, history.replicas) == ({"m": 2.0}, dict.fromkeys(ready, 2.0))
+    history = step(history, RoundBegan(PoolState(view, ReservationLedger(), 3.0), frozenset({"m"}), frozenset()), 3.0)
+    assert (history.replicas, history.wished_at) == ({(A, "m"): 2.0}, {"m": 2.0})
+    assert history.used_at == {"m": 2.0}

@@ -71,3 +71,11 @@ async def test_progress_does_not_end_an_order() -> None:
     assert not task.done()
     one.orders.handle_frame(A, ModelOrderEnded(1, ModelOrderCode.CONTENT_MISMATCH, "model.safetensors differs"))
     assert (await task).message == "model.safetensors differs"
+
+
+async def test_only_the_node_of_an_order_ends_it() -> None:
+    one = Orders()
+    task = await one.start(A)
+    one.orders.handle_frame(B, ModelOrderEnded(1, ModelOrderCode.FAILED))
+    one.orders.handle_frame(A, ModelOrderEnded(1, ModelOrderCode.COMPLETED))
+    assert (await task).code == ModelOrderCode.COMPLETED

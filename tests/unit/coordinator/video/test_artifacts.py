@@ -224,3 +224,31 @@ async def test_a_cancelled_fetch_keeps_its_file_open_until_the_write_in_progress
     may_write.set()
     await asyncio.wait([fetch])
     assert (fetch.cancelled(), targets) == (True, [True])
+
+
+async def test_a_fetch_replaces_a_longer_part_of_an_earlier_one(folder: ArtifactFolder):
+    part = folder.get_folder(JOB.id) / "clip.mp4.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(CLIP * 2)
+    assert await fetch_names(folder, an_artifact("clip.mp4")) == ["clip.mp4"]
+    assert part.with_suffix("").read_bytes() == CLIP
+
+
+async def test_a_node_that_sends_more_than_it_reported_is_read_no_further(tmp_path: Path):
+    sent: list[bytes] = []
+
+    async def fetch(node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        for _ in range(5):
+            sent.append(CLIP)
+            yield CLIP
+
+    fault = await ArtifactFolder(tmp_path / "videos", fetch).fetch_files(JOB, (an_artifact("clip.mp4"),))
+    assert isinstance(fault, JobFault)
+    assert (fault.code, sent) == ("artifact_broken", [CLIP] * 2)
+
+
+async def test_a_disk_may_take_a_piece_in_parts(folder: ArtifactFolder, monkeypatch: pytest.MonkeyPatch):
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, piece: write(descriptor, piece[:2]))
+    assert await fetch_names(folder, an_artifact("clip.mp4")) == ["clip.mp4"]
+    assert (folder.get_folder(JOB.id) / "clip.mp4").read_bytes() == CLIP

@@ -1,4 +1,5 @@
 import asyncio
+import os
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
@@ -79,31 +80,66 @@ async def test_a_client_that_stops_reading_ends_the_answer(tmp_path: Path, monke
     assert not limit.expired()
 
 
+class Answer:
+    """An answer with a file of six bytes, to a request with these headers."""
+
+    def __init__(self, method: str = "GET", **headers: bytes) -> None:
+        self.sent: list[MutableMapping[str, Any]] = []
+        names = [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
+        self.exchange = Exchange({"method": method, "path": "/", "headers": names}, self.receive, self.send)
+
+    async def receive(self) -> dict[str, object]:
+        return {}
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        self.sent.append(message)
+
+    async def send_file(self, folder: Path, content: bytes = b"a clip") -> None:
+        (folder / "video.mp4").write_bytes(content)
+        await send_file(self.exchange, folder / "video.mp4", StoredFile("video.mp4", 6, "ab" * 32))
+
+    @property
+    def headers(self) -> dict[bytes, bytes]:
+        return dict(self.sent[0]["headers"])
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(part.get("body", b"") for part in self.sent[1:])
+
+
 @pytest.mark.parametrize(
     ("method", "header", "status", "length", "body"),
     [
         ("GET", b"bytes=2-3", 206, b"2", b"cl"),
-        ("GET", b"bytes=9-", 416, None, None),
         ("HEAD", b"bytes=2-3", 200, b"6", b""),
         ("HEAD", b"bytes=9-", 200, b"6", b""),
     ],
 )
-async def test_only_get_has_ranges(
-    tmp_path: Path, method: str, header: bytes, status: int, length: bytes | None, body: bytes | None
-):
-    file = tmp_path / "video.mp4"
-    file.write_bytes(b"a clip")
-    sent: list[MutableMapping[str, Any]] = []
+async def test_only_get_has_ranges(tmp_path: Path, method: str, header: bytes, status: int, length: bytes, body: bytes):
+    answer = Answer(method, range=header)
+    await answer.send_file(tmp_path)
+    assert (answer.sent[0]["status"], answer.headers[b"content-length"], answer.body) == (status, length, body)
+    assert answer.headers[b"etag"] == b'"%s"' % (b"ab" * 16)
+    assert answer.headers.get(b"content-range") == (b"bytes 2-3/6" if status == 206 else None)
+    assert answer.exchange.request_id.encode() in answer.headers.values()
 
-    async def receive() -> dict[str, object]:
-        return {}
 
-    async def send(message: MutableMapping[str, object]) -> None:
-        sent.append(message)
+async def test_a_range_outside_of_the_file_is_refused_with_its_size(tmp_path: Path):
+    answer = Answer(range=b"bytes=9-")
+    await answer.send_file(tmp_path)
+    assert (answer.sent[0]["status"], answer.headers[b"content-range"]) == (416, b"bytes */6")
 
-    exchange = Exchange({"method": method, "path": "/", "headers": [(b"range", header)]}, receive, send)
-    await send_file(exchange, file, StoredFile(file.name, 6, "ab"))
-    assert sent[0]["status"] == status
-    if length is not None:
-        assert dict(sent[0]["headers"])[b"content-length"] == length
-        assert b"".join(part.get("body", b"") for part in sent[1:]) == body
+
+@pytest.mark.parametrize(("tag", "status"), [(b' "%s" ' % (b"ab" * 16), 206), (b'"other"', 200)])
+async def test_a_range_of_another_file_is_answered_with_the_complete_file(tmp_path: Path, tag: bytes, status: int):
+    answer = Answer(range=b"bytes=2-3", if_range=tag)
+    await answer.send_file(tmp_path)
+    assert (answer.sent[0]["status"], answer.body) == (status, b"cl" if status == 206 else b"a clip")
+
+
+async def test_a_file_that_is_shorter_than_its_record_cuts_the_connection(tmp_path: Path):
+    answer, before = Answer(), len(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match="the file ends at 2"):
+        await answer.send_file(tmp_path, b"a ")
+    assert (answer.body, answer.sent[-1]["more_body"]) == (b"a ", True)
+    assert len(os.listdir("/dev/fd")) <= before, "the file is closed"
