@@ -1,6 +1,7 @@
 """Queries to the hub whose child process fails."""
 
 import asyncio
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,10 +10,10 @@ import psutil
 import pytest
 
 from coordinator.models import hub_client
-from coordinator.models.hub_client import HubClient
+from coordinator.models.hub_client import MAX_QUERIES, HubClient, TokenFileError
 from coordinator.models.settings import HubSettings
 from wire.frames import ModelOrderCode
-from wire.models.hub_query import HubRefusal
+from wire.models.hub_query import QUERY_TIMEOUT_SECONDS, HubRefusal
 
 
 async def test_a_child_that_cannot_be_started_is_a_refusal(tmp_path: Path) -> None:
@@ -57,3 +58,49 @@ async def test_a_child_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyP
     assert isinstance(answer, HubRefusal)
     assert answer.code == ModelOrderCode.SOURCE_LOST
     assert set(psutil.Process(os.getpid()).children()) <= children
+
+
+async def test_a_query_has_the_revision_the_token_and_the_hub_without_a_last_slash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / "token"
+    token.write_text("  hf_secret\n")
+    token.chmod(0o600)
+    client = HubClient(
+        HubSettings(endpoint="http://hub.lan/", token_file="~/token"),
+        (sys.executable, "-c", "import sys; sys.exit(sys.stdin.read())"),
+    )
+    answer = await client.query("pub/model", "v2")
+    assert isinstance(answer, HubRefusal)
+    assert json.loads(answer.message.removeprefix("the query of the hub failed: ").partition(";")[0]) == {
+        "endpoint": "http://hub.lan",
+        "repo": "pub/model",
+        "token": "hf_secret",
+        "revision": "v2",
+        "timeout_seconds": QUERY_TIMEOUT_SECONDS,
+    }
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604])
+def test_a_token_that_others_can_read_is_not_used(tmp_path: Path, mode: int) -> None:
+    token = tmp_path / "token"
+    token.write_text("hf_secret")
+    token.chmod(mode)
+    with pytest.raises(TokenFileError, match=r"is readable by other users: run chmod 600 /"):
+        HubClient(HubSettings(token_file=str(token))).read_token()
+
+
+async def test_two_queries_run_at_once() -> None:
+    children = psutil.Process(os.getpid()).children
+    before = set(children())
+    client = HubClient(HubSettings(), (sys.executable, "-c", "import signal; signal.pause()"))
+    queries = [asyncio.create_task(client.query("pub/model", "")) for _ in range(MAX_QUERIES + 1)]
+    async with asyncio.timeout(30):
+        while len(set(children()) - before) < MAX_QUERIES:  # noqa: ASYNC110  processes have no event
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert len(set(children()) - before) == MAX_QUERIES
+    for query in queries:
+        query.cancel()
+    await asyncio.wait(queries)
