@@ -305,6 +305,11 @@ def test_the_wired_limit_is_a_job_of_its_own(tmp_path: Path):
     assert not host.wired_unit.exists()
     done, _ = install(host, plan(tmp_path, wired_limit_mb=4096))
     assert "iogpu.wired_limit_mb=4096" in host.wired_unit.read_text()
+    wired = [call for call in calls(tmp_path) if "wired-limit" in call]
+    loaded = f"launchctl bootstrap system {host.wired_unit}"
+    assert wired == ["launchctl bootout system/org.macpool.wired-limit", loaded]
+    install(host, plan(tmp_path, wired_limit_mb=4096))
+    assert [call for call in calls(tmp_path) if "wired-limit" in call] == wired, "an equal job is left alone"
     assert any("4096 MB" in one for one in done)
     install(host, plan(tmp_path, wired_limit_mb=2048))
     assert "iogpu.wired_limit_mb=2048" in host.wired_unit.read_text()
