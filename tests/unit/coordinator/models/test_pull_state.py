@@ -36,6 +36,8 @@ from coordinator.models.pull_values import (
     SendServe,
     StorePull,
     TimePassed,
+    has_files,
+    list_unfailed,
 )
 from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
 from wire.identity import NodeId
@@ -549,3 +551,24 @@ def test_a_download_of_a_node_that_stays_away_waits_without_phase_and_speed() ->
     pull.apply(TimePassed())
     away = pull.state.nodes[A]
     assert (away.stage, away.phase, away.speed, away.done) == (PullStage.WAITING, "", 0.0, 5)
+
+
+def test_only_a_node_with_files_from_the_hub_can_serve_them():
+    sources, phases = (SourceKind.HUB, SourceKind.MIRROR), ("", *ModelOrderPhase)
+    serving = {
+        (stage, source, phase)
+        for stage in PullStage
+        for source in sources
+        for phase in phases
+        if has_files(NodePull(stage=stage, source=source, phase=phase))
+    }
+    completed = {(PullStage.COMPLETED, source, phase) for source in sources for phase in phases}
+    assert serving - completed == {
+        (PullStage.PULLING, SourceKind.HUB, phase) for phase in (ModelOrderPhase.DOWNLOADING, ModelOrderPhase.VERIFYING)
+    }
+    assert completed <= serving
+
+
+def test_a_pull_on_a_node_has_failed_only_in_the_stage_failed():
+    nodes = {NodeId(stage): NodePull(stage=stage) for stage in PullStage}
+    assert list_unfailed(PullState(nodes, 1)) == frozenset(nodes) - {PullStage.FAILED}
