@@ -152,7 +152,7 @@ async def test_a_body_of_json_is_short_even_where_the_router_accepts_more(client
 async def test_the_local_key_finds_its_videos_again_after_a_restart(port: Port):
     admin = port.application.admin
     ids: list[str] = []
-    for _ in range(2):  # each start makes the key anew
+    for _ in range(2):  # each start creates another key
         local, text = new_key(admin.pepper, LOCAL_KEY_NAME, ["infer"], created=time.time())
         admin.ring.put(local)
         async with port.client_of(text) as client:
