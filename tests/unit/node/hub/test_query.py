@@ -1,6 +1,7 @@
 """Queries of the hub in this process: the manifest, retries, and the ranges of large files."""
 
 import json
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -138,10 +139,11 @@ def test_a_hub_that_stays_away_is_named_after_the_last_try(hub: Hub):
     assert len(hub.requests) == 5
 
 
-def test_a_machine_without_a_network_is_named_in_plain_words(hub: Hub, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("no_proxy", "*")
-    refusal = refuse(hub, endpoint="http://no-such-host.invalid", timeout_seconds=3.0)
-    assert refusal.message == f"the hub cannot be reached for {REPO}: the host name cannot be resolved"
+def test_a_hub_that_cannot_be_reached_is_named_with_the_error_of_the_system(hub: Hub):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    refusal = refuse(hub, endpoint=endpoint, timeout_seconds=3.0)
+    assert refusal.message == f"the hub cannot be reached for {REPO}: Connection refused"
 
 
 def test_no_wait_extends_beyond_the_time_of_the_query(hub: Hub):

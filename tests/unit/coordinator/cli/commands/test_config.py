@@ -15,6 +15,7 @@ from coordinator.client.errors import NOT_FOUND, UNREACHABLE
 
 NODE: dict[str, Any] = {
     "faults": [],
+    "unsuitable": "",
     "error": "",
     "settings": [{"key": "node.models", "value": ["/a", "/b"], "origin": "default", "description": ""}],
 }
@@ -89,13 +90,13 @@ def test_only_the_default_file_is_checked_with_the_environment(tmp_path: Path, m
     done = run(tmp_path, "check")
     assert done.stdout.splitlines() == [
         f"there is no {tmp_path / 'config.toml'}: every setting has its default",
-        f"{tmp_path / 'config.toml'}: valid, 1 settings are not the default",
+        f"{tmp_path / 'config.toml'}: valid; settings that are not the default: 1",
     ]
     monkeypatch.setenv("MACPOOL_ROUTER__QUEUE_LIMIT", "many")
     done = run(tmp_path, "check")
     assert (done.exit_code, "environment: router.queue_limit" in done.stderr) == (2, True)
     done = run(tmp_path, "check", str(file))
-    assert (done.exit_code, done.stdout) == (0, f"{file}: valid, 1 settings are not the default\n")
+    assert (done.exit_code, done.stdout) == (0, f"{file}: valid; settings that are not the default: 1\n")
     done = run(tmp_path, "check", str(tmp_path / "nothing.toml"))
     assert (done.exit_code, "there is no file" in done.stderr) == (NOT_FOUND, True)
 

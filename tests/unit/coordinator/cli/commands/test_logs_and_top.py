@@ -298,4 +298,4 @@ def test_the_state_is_printed_once_without_a_terminal(server: Server):
     for columns, shown in ((200, True), (80, False)):
         screen = io.StringIO()
         Console(width=columns, file=screen).print(render_node_table(answers["/api/v1/nodes"]["nodes"], columns))
-        assert ("HEARD" in screen.getvalue()) is shown
+        assert ("LAST REPORT" in screen.getvalue()) is shown

@@ -161,16 +161,6 @@ def test_the_log_of_a_node_has_the_wanted_size(server: Server):
     assert [path for path, _ in server.asked] == [f"/api/v1/nodes/lab%2Fa/logs?bytes={size}" for size in (65536, 7)]
 
 
-def test_waiting_machines_are_listed_without_a_code(server: Server):
-    server.answer = {"joins": [{"name": "air", "address": "10.0.0.7", "chip": "M4", "replaces": "old"}]}
-    done = server.run("approve")
-    assert [line.split() for line in done.stdout.splitlines()] == [
-        ["NAME", "ADDRESS", "CHIP", "REPLACES"],
-        ["air", "10.0.0.7", "M4", "old"],
-    ]
-    assert (server.methods, server.asked) == (["GET"], [("/api/v1/joins", None)])
-
-
 NO_ROOM: dict[str, Any] = {"headroom": 0, "bound_by": "static", "remedy": "raise memory.cap"}
 
 
@@ -210,19 +200,26 @@ def test_the_column_of_videos_is_shown_if_a_node_has_one(server: Server):
     assert "VIDEO" in server.run("nodes").stdout
 
 
-def test_a_node_is_shown_with_sizes_times_and_nested_fields(server: Server):
-    row = a_node("a", 1, labels=["fast"], reserve=GIB, sharing={"when": "always", "paused": False})
+def test_a_node_is_shown_with_its_memory_faults_work_and_models(server: Server):
+    row = a_node("a", 1, labels=["fast"], reserve=GIB, breaker={"state": "open", "until": 0.0, "why": "code 9"})
+    row["enforcement"]["warnings"] = ["memory.guard is off"]
     server.answer = {"node": row}
     lines = [" ".join(line.split()) for line in server.run("node", "show", "a").stdout.splitlines()]
+    heads = [line.partition(" ")[0] for line in lines]
+    assert heads[heads.index("") + 1 : heads.index("cap") + 2] == ["cap", "ceiling"], (
+        "a blank line is before the memory"
+    )
     for line in (
-        "cap 96.0 GiB",
-        "headroom 62.6 GiB",
-        "interval -",
-        "reserve 1.0 GiB",
-        "labels ['fast']",
-        "when always",
-        "loaded True",
+        "name a (a)",
+        "labels fast",
+        "cap 96.0 GiB, limited by -, tier -",
+        "breaker its engine keeps failing: the node gets no requests for 0 s, then one request is tried; last failure: "
+        "code 9",
+        "warning memory.guard is off",
+        "MODEL STATE WEIGHTS CONTEXT PREFILL DECODE CACHED",
     ):
         assert line in lines
-    joined = next(line for line in lines if line.startswith("joined "))
-    assert joined.startswith("joined 19"), "a date, and no number of seconds"
+    assert heads.index("counts") < heads.index("breaker") < heads.index("warning") < heads.index("work")
+    assert server.asked == [("/api/v1/nodes/a", None)]
+    server.answer = {"node": a_node("a", 0)}
+    assert "MODEL" not in server.run("node", "show", "a").stdout

@@ -97,7 +97,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunOptions]:
         ready(FACTS)
 
     monkeypatch.setattr(coordinator_run, "serve", serve)
-    report = {"faults": [], "error": "", "settings": []}
+    report = {"faults": [], "error": "", "settings": [], "unsuitable": ""}
     monkeypatch.setattr(config_inspect, "read_node_settings", lambda *_: report)
     monkeypatch.setattr(local_names, "read_local_name", lambda: "studio")
     for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
