@@ -7,6 +7,7 @@ they cannot be made.
 """
 
 import ctypes
+import getpass
 import os
 import shutil
 import signal
@@ -22,9 +23,11 @@ NET = "10.77.0"
 CLONE_NEWNET = 0x40000000
 """From linux/sched.h; Python has the name from 3.12 on."""
 BOOT = (
-    "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && hostname {host} && ip link set lo up && "
+    "mount --make-rprivate / && mount --bind {shared} /mnt && mount -t tmpfs tmpfs /dev/shm && mkdir -p {shared} && "
+    "mount --move /mnt {shared} && hostname {host} && ip link set lo up && "
     "trap '' CHLD && echo up > {ready} && exec tail -f /dev/null"
 )
+"""Start of a host with a /dev/shm of its own, in which the folder of the tests may be."""
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -33,6 +36,14 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done
+
+
+def _find_shared(folder: Path) -> Path:
+    """Return pytest's temporary folder if that is in /dev/shm (Makefile), else the `folder` of the host.
+
+    A host sees this folder although it has a /dev/shm of its own."""
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT", "")
+    return Path(root, f"pytest-of-{getpass.getuser()}") if root.startswith("/dev/shm") else folder
 
 
 def unsupported() -> str:
@@ -183,7 +194,7 @@ class Hosts:
                 "--mount-proc",
                 "sh",
                 "-c",
-                BOOT.format(host=host.name, ready=ready),
+                BOOT.format(host=host.name, ready=ready, shared=_find_shared(host.folder)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
