@@ -133,6 +133,26 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
     assert (row["state"], row["message"]) == ("failed", "the disk is full")
 
 
+async def test_the_command_that_ended_last_is_listed_first():
+    release = {name: asyncio.Event() for name in ("a", "b")}
+    commands = DeferredCommands(lambda: 1000.0)
+
+    async def load(body: ModelBody) -> dict[str, Any]:
+        await release[body.model].wait()
+        return {"schema": 1}
+
+    PREFERS_ASYNC.set(True)
+    start = commands.wrap(load)
+    for name in ("a", "b"):
+        await start(body=ModelBody(model=name))
+    assert [row["model"] for row in commands.build_rows()] == ["b", "a"]
+    for name in ("b", "a"):
+        release[name].set()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert [row["model"] for row in commands.build_rows()] == ["a", "b"]
+
+
 async def test_ended_commands_are_deleted_while_no_page_lists_them():
     commands, answers = DeferredCommands(), list[ref[Answer]]()
 

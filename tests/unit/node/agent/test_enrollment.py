@@ -440,6 +440,17 @@ async def test_a_node_of_the_cluster_cannot_pose_as_its_coordinator(tmp_path: Pa
         await check_pose_is_refused(door, tmp_path / "n", member.folder / "node.pem", "certificate")
 
 
+async def test_a_member_that_answers_at_an_address_of_the_coordinator_does_not_prove_it(tmp_path: Path) -> None:
+    async with opened(tmp_path / "c") as door:
+        member = await join(door, tmp_path / "member", door.tokens.create(), machine="m2")
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        assert await proves_itself(identity, door.address)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(member.folder / "node.pem")
+        async with answering(context, []) as (address, _):
+            assert not await proves_itself(identity, address)
+
+
 async def test_a_coordinator_of_another_authority_cannot_pose_with_the_right_id(tmp_path: Path) -> None:
     """The attacker relays the authority of the cluster, and shows a certificate with the coordinator's URI of its own
     authority."""

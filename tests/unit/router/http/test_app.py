@@ -261,6 +261,13 @@ async def test_a_stored_response_is_read_and_deleted_by_its_key_only():
     assert (await call(cluster, path)).status == 404
 
 
+async def test_a_short_limit_of_bodies_applies_to_every_route():
+    cluster = LoopbackCluster(LoopbackNode("studio"), settings=RouterSettings(max_body_bytes=1024))
+    for path in ("/api/show", "/v1/chat/completions"):
+        refused = await call(cluster, path, "POST", b'{"model": "' + b"x" * 1024 + b'"}')
+        assert (refused.status, b"1024 bytes" in refused.body) == (413, True), refused.body
+
+
 async def test_a_long_body_that_waits_too_long_for_others_of_its_key_is_refused_with_the_numbers():
     settings = RouterSettings(max_body_bytes=2 * MAX_INLINE_BYTES, body_timeout_seconds=0.2)
     cluster = LoopbackCluster(LoopbackNode("studio"), settings=settings)
