@@ -13,6 +13,7 @@ queued. Beyond that the oldest is discarded.
 """
 
 import asyncio
+import errno
 import http.client
 import ipaddress
 import json
@@ -199,8 +200,8 @@ def post_message(
         headers = {"Content-Type": "application/json", "User-Agent": "macpool", "Connection": "close"}
         connection.request("POST", address.path, body, headers)
         return connection.getresponse().status
-    except http.client.HTTPException as error:
-        raise OSError(f"the answer is not HTTP: {type(error).__name__}") from None
+    except http.client.HTTPException:
+        raise OSError(errno.EPROTO, "the answer is not HTTP") from None
     finally:
         line.close()
 

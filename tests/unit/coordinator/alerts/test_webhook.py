@@ -363,7 +363,7 @@ def test_webhook_without_an_http_answer_fails():
 
         thread = threading.Thread(target=speak)
         thread.start()
-        with pytest.raises(OSError, match="is not HTTP"):
+        with pytest.raises(OSError, match=r"\[Errno \d+\] the answer is not HTTP$"):
             post_message(WebhookAddress(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
         thread.join()
 

@@ -143,10 +143,10 @@ def test_a_new_swap_for_a_model_does_not_cost_what_an_ended_one_did():
 
 def test_an_action_ends_also_after_its_node_is_no_member_any_more():
     history = after((0.0, ActionBegan(LOAD)))
-    nobody = PoolState(ClusterView(), ReservationLedger(), 1.0)
-    history = step(history, RoundBegan(nobody, frozenset(), frozenset()), 1.0)
+    empty = PoolState(ClusterView(), ReservationLedger(), 1.0)
+    history = step(history, RoundBegan(empty, frozenset(), frozenset()), 1.0)
     history = step(history, ActionEnded(A, "the node has left"), 2.0)
-    history = step(history, RoundBegan(nobody, frozenset(), frozenset()), 3.0)
+    history = step(history, RoundBegan(empty, frozenset(), frozenset()), 3.0)
     assert (dict(history.nodes), dict(history.failures)) == ({}, {})
 
 
