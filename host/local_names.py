@@ -16,6 +16,8 @@ from wire.bonjour_record import rank_addresses
 
 LOCAL_HOST_NAME = ("/usr/sbin/scutil", "--get", "LocalHostName")
 """Command that prints the LocalHostName of a Mac."""
+ELSEWHERE = ("192.0.2.1", 9)
+"""Address of no machine (RFC 5737), for which the system chooses the default route."""
 
 log = structlog.get_logger()
 
@@ -46,7 +48,19 @@ def read_addresses() -> list[str]:
     Raise `OSError` if the system cannot list addresses, for example without a free file descriptor.
     """
     pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
+    return rank_addresses(
+        ((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs), _find_default_address()
+    )
+
+
+def _find_default_address() -> str:
+    """Return the IPv4 address from which this machine sends to other networks; empty without a route. Send nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
+        try:
+            line.connect(ELSEWHERE)
+        except OSError:
+            return ""
+        return line.getsockname()[0]
 
 
 def find_interface(address: str) -> int:

@@ -27,46 +27,32 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
-from host.bonjour_announce import Announcement
 from host.event_loop import run_event_loop
-from host.local_names import read_local_name
 from host.log_setup import hide_warnings, open_journal
-from host.node_marks import delete_left_mark, mark_left
+from host.node_marks import mark_left
 from host.private_files import open_missing_streams, resolve_home
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
-from node.agent import discovery, enrollment
-from node.agent.enrollment import (
-    CoordinatorUnreachable,
-    EnrollDenied,
-    EnrollError,
-    IdentityError,
-    NodeIdentity,
-    PinMismatch,
-)
+from node.agent.enrollment import EnrollError, IdentityError, NodeIdentity
 from node.agent.identity import delete_identity
 from node.agent.link_keeper import ExpelledError
-from node.agent.machine_id import compute_machine_id
-from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, load_known_identity
+from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError
 from node.assembly import Node, assemble
 from node.daemon_threads import DaemonExecutor
 from node.inspect.running_settings import publish_settings
+from node.join import choose_exit_code, prepare_identity, read_token
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
 from node.models.folders import use_hub_folder
 from node.node_lock import NodeLock, NodeStartError, await_disk, name_unusable_files
-from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, resolve_settings
+from node.settings import COORDINATOR_SECTIONS, NodeSettings, resolve_settings
 from node.sharing.keep_awake import SleepPolicy
-from wire.bonjour_record import BonjourRecord
 from wire.frames import GoodbyeReason
-from wire.join_token import JoinToken, parse_token
-from wire.report import Hardware
+from wire.join_token import JoinToken
 
 DRAIN_TIMEOUT_SECONDS = 20.0
 """Maximum wait for running requests when the node stops, in seconds."""
-FIND_TIMEOUT_SECONDS = 5.0
-"""Maximum duration of the search for a coordinator by Bonjour, in seconds."""
 
 log = structlog.get_logger("node.run")
 
@@ -155,7 +141,7 @@ async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSetti
     if options.leave and options.force:
         _delete_identity(options.state / "node")
         return 0
-    token, code = _read_token(options), None
+    token, code = read_token(options.token_fd), None
     while code is None:  # None: the identity that was here is denied, and the token makes a new one
         code = await _run_node(options, resolved, token)
     return code
@@ -170,9 +156,11 @@ async def _run_node(
     hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins, state / "node")
     try:
         with name_unusable_files():
-            identity = await _prepare_identity(options, token, settings, hardware)
+            identity = await prepare_identity(
+                state, options.url, token, settings, hardware, may_enroll=not options.leave
+            )
     except (EnrollError, IdentityError) as error:
-        raise NodeStartError(_choose_exit_code(error), str(error)) from None
+        raise NodeStartError(choose_exit_code(error), str(error)) from None
     except OtherClusterError as error:
         raise NodeStartError(6, str(error)) from None
     node = assemble(
@@ -311,87 +299,6 @@ class Announce:
             print(line, flush=True)
         except OSError as error:
             log.warning("ready line not printed", error=str(error))
-
-
-# -- identity -----------------------------------------------------------------------------------
-
-
-async def _prepare_identity(
-    options: argparse.Namespace, token: JoinToken | None, settings: NodeSettings, hardware: Hardware
-) -> NodeIdentity:
-    folder = options.state / "node" / "identity"
-    machine = compute_machine_id(settings.node.machine)
-    known = load_known_identity(folder, machine, token)
-    if known is not None:
-        return enrollment.store_address(known, _normalize_address(options.url)) if options.url else known
-    if options.leave:
-        raise NodeStartError(5, f"there is no node in {options.state}")
-    name = choose_node_name(settings, read_local_name())
-    announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
-    announcement.start()
-    try:
-        url = options.url or await _find_coordinator(token)
-        identity = await enrollment.enroll(
-            _normalize_address(url),
-            token,
-            name=name,
-            machine=machine,
-            hardware=hardware,
-            folder=folder,
-            on_code=_show_code,
-        )
-        delete_left_mark(folder.parent)
-        return identity
-    finally:
-        await announcement.close()
-
-
-def _normalize_address(url: str) -> str:
-    host, port = enrollment.parse_address(url)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _read_token(options: argparse.Namespace) -> JoinToken | None:
-    if options.token_fd is None:
-        return None
-    with open(options.token_fd, encoding="utf-8") as pipe:
-        text = pipe.read()
-    try:
-        return parse_token(text) if text.strip() else None
-    except ValueError as error:
-        raise NodeStartError(4, str(error)) from None
-
-
-async def _find_coordinator(token: JoinToken | None) -> str:
-    """Return the address of the only cluster that Bonjour finds, or of the one that made the token."""
-    services = await discovery.find_services(FIND_TIMEOUT_SECONDS)
-    if token is not None:
-        services = [one for one in services if one.fingerprint == token.pin.hex()[:16]] or services
-    if not services:
-        raise NodeStartError(
-            3,
-            "Bonjour found no cluster: run `cluster join HOST:8081 --token-file FILE` with the coordinator's address",
-        )
-    if len({service.cluster for service in services}) > 1:
-        names = ", ".join(f"{service.name} at {service.candidates[0]}" for service in services if service.candidates)
-        raise NodeStartError(2, f"Bonjour found several clusters, choose one by its address: {names}")
-    return services[0].candidates[0]
-
-
-def _show_code(code: str, seconds: float) -> None:
-    print(
-        f"code {code}: on the coordinator run `cluster approve {code}` within {seconds / 60:.0f} minutes, if the list "
-        "shows this machine",
-        file=sys.stderr,
-        flush=True,
-    )
-
-
-def _choose_exit_code(error: Exception) -> int:
-    """Return the exit code of a failed enrollment."""
-    if isinstance(error, EnrollDenied):
-        return 8 if error.reason == "protocol" else 4
-    return 9 if isinstance(error, PinMismatch) else 3 if isinstance(error, CoordinatorUnreachable) else 1
 
 
 if __name__ == "__main__":

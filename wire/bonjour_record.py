@@ -105,15 +105,16 @@ def get_shown_name(instance: str) -> str:
     return sanitize_text(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 
 
-def rank_addresses(pairs: Iterable[tuple[str, str]]) -> list[str]:
+def rank_addresses(pairs: Iterable[tuple[str, str]], default: str = "") -> list[str]:
     """Return the addresses that another machine can dial, best first, from pairs of interface and address.
 
     The order is private IPv4, link-local IPv4 (a Thunderbolt cable between two Macs), other IPv4, unique-local IPv6,
-    global IPv6. Link-local IPv6 is omitted, because it needs a scope that only the dialling machine knows. Loopback,
+    global IPv6. Among equals, the address `default` of the default route is first, because most machines are on that
+    network. Link-local IPv6 is omitted, because it needs a scope that only the dialling machine knows. Loopback,
     multicast, unspecified and invalid addresses, and all addresses of virtual interfaces and VPNs, are omitted as well.
     """
     ranked = {address: rank for interface, address in pairs if (rank := _rank(interface, address)) is not None}
-    return sorted(ranked, key=lambda address: (ranked[address], address))
+    return sorted(ranked, key=lambda address: (ranked[address], address != default, address))
 
 
 def _rank(interface: str, address: str) -> int | None:

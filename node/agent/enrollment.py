@@ -174,6 +174,19 @@ async def enroll(
     return store_address(identity, _format_address(host, port))
 
 
+async def has_authority(address: str, pin: bytes | None) -> bool:
+    """Return whether a coordinator answers at `address` (`host:port`), with the CA of the SHA-256 `pin`; None for any.
+
+    The answer of a coordinator is not proven. Return False if the connection fails or takes more than
+    `ANSWER_TIMEOUT_SECONDS`.
+    """
+    try:
+        authority = await _fetch_authority(*parse_address(address))
+    except EnrollError:
+        return False
+    return pin is None or hmac.compare_digest(hashlib.sha256(authority.ca).digest(), pin)
+
+
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
 

@@ -214,7 +214,9 @@ def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(la
 
 
 def test_a_code_is_approved_and_the_bonjour_record_ends_with_the_coordinator(lab: Lab) -> None:
+    lab.hosts.add_unreachable(lab.hosts[1], "10.5.0.1")
     lab.up()
+    assert lab.pool.facts["cluster_url"] == f"macpool://{NET}.1:8081", "the address of the default route"
     seen = lab.on_client(lambda: asyncio.run(_watch_records()))
     node = lab.join("studio", 2, token=False, wait=False)
     text = until(lambda: "code " in node.log.read_text() and node.log.read_text(), what="a code")

@@ -173,6 +173,13 @@ class Hosts:
         self._ip(host.namespace, "route", "replace", "default", "via", f"{NET}.254", check=False)
         host.ip = ip
 
+    def add_unreachable(self, host: Host, ip: str) -> None:
+        """Add an address to a host, on a network that no other host is connected to, such as a cable to a NAS."""
+        self._ip(host.namespace, "link", "add", "eth1", "type", "veth", "peer", "name", "nas")
+        self._ip(host.namespace, "addr", "add", f"{ip}/24", "brd", "+", "dev", "eth1")
+        for end in ("eth1", "nas"):
+            self._ip(host.namespace, "link", "set", end, "up")
+
     def boot(self, host: Host) -> None:
         """Connect the host's cable and start its first process."""
         self.restore(host)

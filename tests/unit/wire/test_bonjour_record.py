@@ -69,3 +69,5 @@ def test_addresses_are_ranked_and_unreachable_ones_are_left_out() -> None:
         ("en5", "10.0.0.7"),
     ]
     assert rank_addresses(found) == ["10.0.0.7", "192.168.1.7", "169.254.1.2", "8.8.8.8", "fd00::7"]
+    assert rank_addresses(found, "192.168.1.7")[:2] == ["192.168.1.7", "10.0.0.7"]
+    assert rank_addresses(found, "8.8.8.8") == rank_addresses(found)
