@@ -20,9 +20,9 @@ import click
 from coordinator.alerts.rules import RULES, render_rules_file
 from coordinator.cli import COMMANDS, cluster
 from coordinator.metrics.families import MetricFamily
-from coordinator.metrics.node import NODE
-from coordinator.metrics.pool import POOL
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.node_families import NODE
+from coordinator.metrics.pool_families import POOL
+from coordinator.metrics.scrape_config import render_configuration
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import Role, ServicePlan
 from coordinator.state.settings import CoordinatorSettings

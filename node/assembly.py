@@ -15,8 +15,8 @@ from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
+from node.hub.file_orders import ModelFileOrders
 from node.hub.idle_hasher import IdleHasher
-from node.hub.orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter

@@ -12,9 +12,9 @@ import structlog
 from coordinator.alerts.promql import Labels, Sample, SampleHistory, Scalar
 from coordinator.alerts.rules import WATCHED, AlertRule, collect_windows, format_summary
 from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect_families
-from coordinator.metrics.node import NODE
+from coordinator.metrics.node_families import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_families import POOL
 from coordinator.metrics.pool_snapshot import PoolSnapshot
 
 EVALUATION_INTERVAL_SECONDS = 5.0

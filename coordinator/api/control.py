@@ -41,7 +41,7 @@ from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.assembly import NodePool
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.joining.join_approvals import ApprovalQueue
-from coordinator.metrics.service import MetricsService
+from coordinator.metrics.metrics_source import MetricsSource
 from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.models.pull_controller import PullController
 from coordinator.models.wish_runner import WishRunner
@@ -66,7 +66,7 @@ class RouteGroup(Protocol):
 class Observability:
     """Observed state of the pool: metrics, conditions, load of the last hour, events, and the coordinator's log."""
 
-    metrics: MetricsService
+    metrics: MetricsSource
     conditions: ConditionEvaluator
     load: LoadHistory
     events: EventLog

@@ -4,9 +4,9 @@ import os
 
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
+from coordinator.service.installer import read_existing_unit
 from coordinator.service.launchd import parse_own_job
 from coordinator.service.service_manager import ServiceError, ServiceHost
-from coordinator.service.setup import read_existing_unit
 
 REPAIR = "`sudo cluster service install` repairs it"
 

@@ -10,7 +10,7 @@ from coordinator.state.rows import MemberRow
 from coordinator.video.rows import build_video_row
 from router.placement.cluster_view import NodeView
 from wire.capacity.arithmetic import compute_most_bytes
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.node_state import NodeState
 from wire.report import EngineState, Memory, MemoryLevel, Model, Sharing
 from wire.units import show_size

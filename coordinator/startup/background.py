@@ -13,7 +13,7 @@ import structlog
 from coordinator.alerts.evaluator import AlertLoop, ConditionEvaluator, build_sample, log_condition
 from coordinator.cluster.local_node import LocalNode
 from coordinator.http.listen import get_local_host
-from coordinator.metrics.service import MetricsService
+from coordinator.metrics.metrics_source import MetricsSource
 from coordinator.models.wish_runner import WishRunner
 from coordinator.observe.load_history import LoadHistory
 from coordinator.observe.load_sampler import read_load, sample_load
@@ -74,7 +74,7 @@ def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
 
 
 def start_conditions(
-    conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
+    conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsSource, stack: AsyncExitStack
 ) -> None:
     """Start to evaluate conditions, and to send them to the log and, if one is set, to the webhook.
 

@@ -20,7 +20,7 @@ from coordinator.http.listen import ListenerAddress
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import run_http_server
 from coordinator.joining.join_tokens import build_join_command
-from coordinator.metrics.service import MetricsService
+from coordinator.metrics.metrics_source import MetricsSource
 from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.startup.background import start_conditions, start_load_history
 from coordinator.startup.cluster import ClusterSide
@@ -174,7 +174,7 @@ def _start_observability(
 ) -> Observability:
     """Start to sample the load and to evaluate the conditions. Return the observed state of the pool."""
     conditions = ConditionEvaluator()
-    metrics = MetricsService(
+    metrics = MetricsSource(
         cluster.nodes,
         cluster.dispatcher,
         access.ring,

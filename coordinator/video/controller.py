@@ -2,7 +2,7 @@
 
 The controller owns the job table (`JobTable`). Its parts own the effects: records on disk, files, permissions of nodes,
 and counts. Nodes' frames arrive through `handle_frame` and `apply_view`, requests of clients through `submit_job`,
-`cancel_job` and `delete_job`. `state.transitions` makes all decisions.
+`cancel_job` and `delete_job`. `state.job_transitions` makes all decisions.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from coordinator.video.permissions import VideoPermissions
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
 from coordinator.video.state.job_table import JobTable, LeaseHold
+from coordinator.video.state.job_transitions import advance
 from coordinator.video.state.jobs import JobState, RequestedClip, VideoJob
 from coordinator.video.state.lease_placement import LeaseChoice, choose_node
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
-from coordinator.video.state.transitions import advance
 from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest

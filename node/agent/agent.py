@@ -22,7 +22,7 @@ from node.agent.link_keeper import LinkKeeper, LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.engine_process.supervisor import Supervisor
-from node.hub.orders import ModelFileOrders
+from node.hub.file_orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.poll import MemoryPoll

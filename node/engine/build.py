@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from node.engine.admission import RequestLimits
+from node.engine.admission_rules import RequestLimits
 from node.engine.embedding.beginning_store import BeginningStore
 from node.engine.embedding.preparer import EmbeddingPreparer
 from node.engine.embedding.request import EmbeddingTable

@@ -1,6 +1,6 @@
 """Text engine, the engine kind `mlx`: passes frames to its parts and runs their steps.
 
-- Requests: `request_admission` admits them by the rules of `admission`. The `scheduler` runs the rows of chats;
+- Requests: `request_admission` admits them by the rules of `admission_rules`. The `scheduler` runs the rows of chats;
   `embeddings` runs requests for vectors or scores.
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
 - Reports: `model_describer` describes the models, with the functions of `model_report`.

@@ -6,7 +6,7 @@ The end of a load answers the orders for it and the requests that waited for the
 import time
 from collections.abc import Callable
 
-from node.engine.admission import build_refusal, refuse_unknown_model, refuse_unloadable_model
+from node.engine.admission_rules import build_refusal, refuse_unknown_model, refuse_unloadable_model
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS

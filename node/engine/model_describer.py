@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from node.engine.admission import RequestLimits
+from node.engine.admission_rules import RequestLimits
 from node.engine.memory.gate import MemoryGate
 from node.engine.model_report import LoadFacts, ModelFacts, add_measurements, describe_loaded, describe_unloaded
 from node.engine.models.load_times import LoadTimes

@@ -7,7 +7,7 @@
                                                                    └ its model is not loaded: waits for the load
 
 Requests for embeddings take the same path, and enter the `EmbeddingTable` in place of the scheduler. The rules are in
-`admission`. A request whose number is already known, or that was cancelled, is ignored.
+`admission_rules`. A request whose number is already known, or that was cancelled, is ignored.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from node.engine.admission import (
+from node.engine.admission_rules import (
     AdmissionCost,
     RequestLimits,
     build_refusal,

@@ -32,8 +32,8 @@ from node.engine_process import lifecycle
 from node.engine_process.child import EXIT_AFTER_CLOSE_SECONDS, ChildCommand, EngineChild, start_child
 from node.engine_process.environment import build_engine_environment
 from node.engine_process.lifecycle import EndChild, EngineLife, StateChanged, WaitForRestart
+from node.engine_process.memory_orders import EngineOrders, EngineReports
 from node.engine_process.open_requests import ENDS, OpenRequests
-from node.engine_process.orders import EngineOrders, EngineReports
 from node.engine_process.probe import EngineProbe
 from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog

@@ -18,7 +18,7 @@ from node.memory.reading import AvailableMemory
 from node.memory.sensor import MachineMemory
 from node.memory.timer import Timer
 from wire.capacity.arithmetic import Fits, judge_load
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames import MemoryLimits
 from wire.machine import SystemMemory
 from wire.report import Memory, MemoryLevel

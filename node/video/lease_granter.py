@@ -12,10 +12,10 @@ from node.memory.lessor import LeaseFailure, LeaseObstacle, MemoryLessor
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
-from node.video import leases
+from node.video import lease_rules
 from node.video.capability import VideoCapability
+from node.video.lease_rules import LeaseRecord
 from node.video.lease_store import LeaseStore
-from node.video.leases import LeaseRecord
 from node.video.worker.job_spec import JobSpec, parse_spec
 from node.video.worker.lease_files import OUT, SCRATCH, LeaseGrant
 from node.video.worker.watchdog_policy import WorkerBounds
@@ -90,7 +90,7 @@ class LeaseGranter:
             log.exception("lease", lease=request.lease, job=request.job)
             self.restore()
             text = f"the node could not grant the lease ({type(error).__name__}): see its log"
-            return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text, leases.READY_RETRY_SECONDS)
+            return lease_rules.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text, lease_rules.READY_RETRY_SECONDS)
 
     async def _grant(
         self, request: LeaseRequest, refuse_now: Callable[[], LeaseRefused | None]
@@ -104,8 +104,11 @@ class LeaseGranter:
         record = LeaseRecord(
             lease=request.lease, generation=request.generation, job=request.job, model=request.model, size=request.size
         )
-        refused = leases.refuse(
-            request, LeaseRefusalCode.DISK_FULL, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS
+        refused = lease_rules.refuse(
+            request,
+            LeaseRefusalCode.DISK_FULL,
+            "the lease cannot be stored on this node",
+            lease_rules.READY_RETRY_SECONDS,
         )
         if self._store.put(record):
             refused = await self._lower_ceiling(request) or refuse_now() or self._check_package(request)
@@ -114,23 +117,23 @@ class LeaseGranter:
                 return self._open(record, spec)
             except OSError as error:
                 text = f"the folder of the job cannot be created: {error}"
-                refused = leases.refuse(request, LeaseRefusalCode.DISK_FULL, text, leases.READY_RETRY_SECONDS)
+                refused = lease_rules.refuse(request, LeaseRefusalCode.DISK_FULL, text, lease_rules.READY_RETRY_SECONDS)
         self.restore()
         return refused
 
     def _read_spec(self, request: LeaseRequest) -> LeaseRefused | JobSpec:
         """Check the request, but not whether the lease fits now. Return the parsed job, or a refusal."""
         refused = (
-            leases.check_name(request)
-            or leases.check_generation(request, self._store.ledger)
+            lease_rules.check_name(request)
+            or lease_rules.check_generation(request, self._store.ledger)
             or self._check_holder(request)
-            or leases.check_ready(request, self._poll.read_memory(), self._offer.unready)
+            or lease_rules.check_ready(request, self._poll.read_memory(), self._offer.unready)
         )
         refused = refused or self._check_package(request)
         if refused is not None:
             return refused
         spec = parse_spec(request.spec)
-        return leases.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
+        return lease_rules.refuse(request, RefusalCode.INVALID, spec) if isinstance(spec, str) else spec
 
     def _check_package(self, request: LeaseRequest) -> LeaseRefused | None:
         package = self._offer.packages.get(request.model)
@@ -138,12 +141,12 @@ class LeaseGranter:
             return None
         cause = package.described.cause if package is not None else "this node has no such package"
         text = f"{request.model} cannot be used on this node: {cause}"
-        return leases.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text)
+        return lease_rules.refuse(request, LeaseRefusalCode.VIDEO_NOT_READY, text)
 
     def _check_holder(self, request: LeaseRequest) -> LeaseRefused | None:
         other = self._lessor.find_other_holder()
         code = LeaseRefusalCode.LEASE_HELD
-        return leases.refuse(request, code, other, leases.HELD_RETRY_SECONDS) if other else None
+        return lease_rules.refuse(request, code, other, lease_rules.HELD_RETRY_SECONDS) if other else None
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
         """Return a refusal; None if the lease fits.
@@ -159,7 +162,9 @@ class LeaseGranter:
     def _judge(self, request: LeaseRequest) -> LeaseRefused | None:
         report = self._supervisor.reports.latest
         pinned = frozenset(self._settings.models.preload)
-        return leases.check_fits(request, self._poll.read_memory(), report.models if report is not None else (), pinned)
+        return lease_rules.check_fits(
+            request, self._poll.read_memory(), report.models if report is not None else (), pinned
+        )
 
     async def _lower_ceiling(self, request: LeaseRequest) -> LeaseRefused | None:
         """Lower the ceiling and wait until the engine holds the new limits. Return a refusal, or None."""
@@ -175,11 +180,11 @@ class LeaseGranter:
             return None
         match failure.obstacle:
             case LeaseObstacle.HELD:
-                code, retry = LeaseRefusalCode.LEASE_HELD, leases.HELD_RETRY_SECONDS
-                return leases.refuse(request, code, failure.message, retry)
+                code, retry = LeaseRefusalCode.LEASE_HELD, lease_rules.HELD_RETRY_SECONDS
+                return lease_rules.refuse(request, code, failure.message, retry)
             case LeaseObstacle.ENGINE_SILENT:
-                code, retry = LeaseRefusalCode.ENGINE_SILENT, leases.HEADROOM_RETRY_SECONDS
-                return leases.refuse(request, code, failure.message, retry)
+                code, retry = LeaseRefusalCode.ENGINE_SILENT, lease_rules.HEADROOM_RETRY_SECONDS
+                return lease_rules.refuse(request, code, failure.message, retry)
             case LeaseObstacle.NEW_REQUESTS:
                 return _refuse_for_new_requests(request, failure)
 
@@ -224,6 +229,6 @@ def _refuse_for_new_requests(request: LeaseRequest, failure: LeaseFailure) -> Le
         message=failure.message,
         need=request.size,
         headroom=None if headroom is None else headroom + request.size,
-        retry_after=leases.HEADROOM_RETRY_SECONDS,
+        retry_after=lease_rules.HEADROOM_RETRY_SECONDS,
         waiting_for="the end of the new requests",
     )

@@ -1,6 +1,6 @@
 """Lease memory to video jobs, one at a time, and answer the coordinator about leases.
 
-`node.video.lease_life` has the states of a lease, `node.video.leases` decides whether a lease fits, `lease_granter`
+`lease_state` has the states of a lease, `lease_rules` decides whether a lease fits, `lease_granter`
 grants it and `lease_store` stores it. This module runs the task of a lease. It keeps artifacts until the coordinator
 acknowledges the end of their lease. `node.video.ray.local_ray` and `node.video.worker.worker_parent` start the worker.
 
@@ -25,12 +25,12 @@ from node.illegal_events import IllegalEvents
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
-from node.video import lease_life, leases
+from node.video import lease_rules, lease_state
 from node.video.capability import VideoCapability
 from node.video.lease_granter import LeaseGranter
-from node.video.lease_life import BeginGrant, CheckLease, LeaseLife, RefuseLease
+from node.video.lease_rules import LeasePhase, LeaseRecord, WorkerGroup
+from node.video.lease_state import BeginGrant, CheckLease, LeaseLife, RefuseLease
 from node.video.lease_store import LeaseStore, hash_artifacts
-from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import read_claim
 from node.video.worker.watchdog_policy import EndWorker
 from node.video.worker.worker_monitor import POLL_INTERVAL_SECONDS, WorkerMonitor, kill_worker_group
@@ -104,10 +104,10 @@ class LeaseManager:
     def _build_state(self, record: LeaseRecord) -> LeaseState:
         monitor = self._monitor
         if record.ended is not None or monitor is None or monitor.record.lease != record.lease:
-            return leases.build_lease_state(record, LeasePhase.GRANTING if monitor is None else LeasePhase.ENDING)
+            return lease_rules.build_lease_state(record, LeasePhase.GRANTING if monitor is None else LeasePhase.ENDING)
         job = monitor.job
         phase = LeasePhase.ENDING if self._life.order else job.phase
-        state = leases.build_lease_state(record, phase, job.step, job.steps, monitor.footprint, monitor.peak)
+        state = lease_rules.build_lease_state(record, phase, job.step, job.steps, monitor.footprint, monitor.peak)
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
     def compute_report_key(self) -> tuple[object, ...]:
@@ -135,7 +135,7 @@ class LeaseManager:
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
-            self._apply(lease_life.LeaseWanted(request, self._store.ledger.holding))
+            self._apply(lease_state.LeaseWanted(request, self._store.ledger.holding))
         elif record.ended is not None:
             self._callbacks.send(record.ended)
         elif self._monitor is not None:
@@ -154,7 +154,7 @@ class LeaseManager:
             else:
                 self._callbacks.send(record.ended)
         elif self._life.is_current(order.lease, order.generation):
-            self._apply(lease_life.ReleaseOrdered(order.cause or "released"))
+            self._apply(lease_state.ReleaseOrdered(order.cause or "released"))
         elif (
             order.cause != ReleaseCause.ACKNOWLEDGED
         ):  # the answer to an acknowledgement would be acknowledged in an endless loop
@@ -163,14 +163,14 @@ class LeaseManager:
 
     def pause(self, why: str) -> None:
         """Refuse new leases, also a lease that is being granted, for the reason `why`; empty to end the pause."""
-        self._apply(lease_life.PauseChanged(why))
+        self._apply(lease_state.PauseChanged(why))
 
     def end(self, why: str) -> None:
         """End the current lease and refuse new leases, for the reason `why`.
 
         Do nothing if the ceiling is not lowered for a lease, or if the end of the lease is ordered already.
         """
-        self._apply(lease_life.OwnerReclaimed(why, self.holding))
+        self._apply(lease_state.OwnerReclaimed(why, self.holding))
 
     def resend_ends(self) -> None:
         """Send the ends of leases that the coordinator has not acknowledged again. Call this for each new link."""
@@ -183,16 +183,16 @@ class LeaseManager:
 
         Do nothing if this lease is not held, or if its worker runs already.
         """
-        self._apply(lease_life.ActorFailed(lease, why))
+        self._apply(lease_state.ActorFailed(lease, why))
 
     def on_engine_change(self) -> None:
         """Handle a new report of the engine: continue a grant that waits for it."""
         self._granter.on_engine_change()
 
-    def _apply(self, event: lease_life.Event) -> None:
+    def _apply(self, event: lease_state.Event) -> None:
         """Apply an event and perform its actions. An illegal event is logged and changes nothing."""
         try:
-            self._life, actions = lease_life.step(self._life, event)
+            self._life, actions = lease_state.step(self._life, event)
         except IllegalEventError as error:
             self._illegal_events.record("lease", error)
             return
@@ -240,7 +240,7 @@ class LeaseManager:
         Workers of an earlier agent are not awaited."""
         if self._recovery is not None:
             self._recovery.cancel()
-        self._apply(lease_life.NodeStopping())
+        self._apply(lease_state.NodeStopping())
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
@@ -255,22 +255,22 @@ class LeaseManager:
                 log.info(
                     "lease refused", lease=request.lease, job=request.job, code=granted.code, message=granted.message
                 )
-                self._apply(lease_life.GrantRefused())
+                self._apply(lease_state.GrantRefused())
                 self._callbacks.send(granted)
                 return
-            self._apply(lease_life.GrantCompleted())
+            self._apply(lease_state.GrantCompleted())
             await self._serve(granted)
         except Exception:
             log.exception("lease")
             self._granter.restore()
             raise
         finally:
-            self._apply(lease_life.LeaseAbandoned())
+            self._apply(lease_state.LeaseAbandoned())
             self._task = None
             self._callbacks.changed()
 
     def _refuse_paused(self, request: LeaseRequest) -> LeaseRefused | None:
-        return lease_life.refuse_paused(request, self._life.paused) if self._life.paused else None
+        return lease_state.refuse_paused(request, self._life.paused) if self._life.paused else None
 
     async def _serve(self, monitor: WorkerMonitor) -> None:
         """Send that a lease is granted, watch its worker, and end it on every path."""
@@ -290,12 +290,12 @@ class LeaseManager:
         try:
             end = await self._watch(monitor)
         finally:
-            self._apply(lease_life.EndBegun())
+            self._apply(lease_state.EndBegun())
             try:
                 await self._end(monitor, end)
             finally:
                 self._monitor = None
-            self._apply(lease_life.MemoryReturned())
+            self._apply(lease_state.MemoryReturned())
 
     async def _watch(self, monitor: WorkerMonitor) -> EndWorker:
         """Watch the worker until there is a reason to end it."""
@@ -312,7 +312,7 @@ class LeaseManager:
     def _report_progress(self, monitor: WorkerMonitor) -> None:
         """Store a worker that has started, and report a changed state."""
         if monitor.worker is not None and not self._life.has_worker:
-            self._apply(lease_life.WorkerStarted())
+            self._apply(lease_state.WorkerStarted())
             self._limiter.set_worker(monitor.worker.pid)
             self._store.put(monitor.record_worker())
         report_key = self.compute_report_key()

@@ -9,7 +9,7 @@ import msgspec
 import structlog
 
 from host.private_files import create_private_folder, write_private
-from node.video.leases import LeaseLedger, LeaseRecord
+from node.video.lease_rules import LeaseLedger, LeaseRecord
 from node.video.worker.lease_files import GRANT, OUT, SCRATCH
 from wire.video import Artifact
 

@@ -12,7 +12,7 @@ from functools import cached_property
 from router.placement.weights import MIN_LOAD_LEFT_SHARE, UNKNOWN_LOAD_LEFT_SHARE
 from wire.capacity.arithmetic import compute_headroom, compute_occupied
 from wire.capacity.model_needs import ModelNeeds
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.identity import NodeId
 from wire.machine import Disk, SystemMemory
 from wire.models.kind import get_kind

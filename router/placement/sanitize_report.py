@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from router.placement.cluster_view import NodeView
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId, is_valid_model, is_valid_name
 from wire.machine import Disk, SystemMemory

@@ -56,7 +56,7 @@ UNKNOWN_RETRY_SECONDS = 2.0
 QUEUE_BACKLOG_SECONDS = 5.0
 """Prefill backlog of the best node, in seconds, above which a request of a greedy key is queued.
 
-A greedy key requests far more than its share (`router.admission.load_share`). Nodes are fair between keys, but their
+A greedy key requests far more than its share (`router.admission.key_load`). Nodes are fair between keys, but their
 memory is reserved in order of arrival. Without this rule, a greedy key would fill the memory of all nodes. Chosen by
 `cluster simulate tests/sim/scenarios/greedy.toml` (docs/decisions/0037-one-way-of-placement.md).
 """

@@ -10,7 +10,7 @@ from typing import Any
 
 from coordinator.metrics.exposition import render_metrics
 from coordinator.metrics.families import collect_families
-from coordinator.metrics.node import NODE
+from coordinator.metrics.node_families import NODE
 from router.dispatch.counters import Counters
 from tests.bench.row import Row, commit
 from tests.support.cluster.loopback_cluster import LoopbackNode, a_model

@@ -21,7 +21,7 @@ import psutil
 from structlog.testing import capture_logs
 
 from node.memory.sensor import list_group_members, measure_footprint
-from node.video.leases import LeasePhase
+from node.video.lease_rules import LeasePhase
 from node.video.worker.worker_monitor import build_worker_environment
 from tests import models
 from tests.bench.engine.chats import body, chat, words

@@ -252,7 +252,7 @@ def test_an_answer_ends_with_the_key_of_the_page_and_leaves_no_chat(page: Page, 
     else:
         page.evaluate("""async () => {
             localStorage.setItem("macpool-key", "mp_wrong_key");
-            await (await import("/ui/pool.js")).call("GET", "/api/v1/status").catch(() => null);
+            await (await import("/ui/shared.js")).call("GET", "/api/v1/status").catch(() => null);
         }""")
     expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
     until(lambda: not home.get("/api/v1/status")["in_flight"])
@@ -284,7 +284,7 @@ def test_signing_out_in_one_tab_signs_out_the_other_tab_and_ends_its_chats(page:
 
 def test_a_late_refusal_of_a_former_key_does_not_sign_out_the_present_one(page: Page):
     refused = page.evaluate("""async () => {
-        const { call } = await import("/ui/pool.js");
+        const { call } = await import("/ui/shared.js");
         const own = localStorage.getItem("macpool-key");
         localStorage.setItem("macpool-key", "mp_wrong_key");
         const late = call("GET", "/api/v1/status").catch((wrong) => wrong.status);

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from coordinator.alerts.rules import render_rules_file
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.scrape_config import render_configuration
 from tests.support.cluster.engine_pool import said
 from tests.support.processes import NO_TLS, ROOT, Pool, environment, pool, until
 from tests.support.prometheus import needs, prometheus, token_file

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.scrape_config import render_configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
 from tests.support.cluster.engine_pool import HELLO, MLX, said

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.scrape_config import render_configuration
 from tests.support.processes import Pool, pool, until
 from tests.support.prometheus import needs, prometheus, token_file
 
@@ -64,7 +64,7 @@ def test_the_folder_of_metrics_config_works_over_https_where_it_is_mounted(tmp_p
     """CI has these tests:
 
     - `tests/e2e/commands/test_watching.py::test_what_prometheus_needs_is_written_for_its_owner_alone`
-    - `tests/unit/coordinator/metrics/test_prometheus.py`
+    - `tests/unit/coordinator/metrics/test_scrape_config.py`
     - `tests/e2e/test_prometheus.py::test_nodes_are_found_scraped_and_missed`
     """
     needs("prometheus")

@@ -13,7 +13,8 @@ release CAUSE, pause [REASON], reclaim REASON [holding], stop. An event that is 
 
 from collections.abc import Iterator
 
-from node.video.lease_life import (
+from node.video.lease_rules import LeaseRecord
+from node.video.lease_state import (
     Action,
     ActorFailed,
     BeginGrant,
@@ -33,7 +34,6 @@ from node.video.lease_life import (
     WorkerStarted,
     step,
 )
-from node.video.leases import LeaseRecord
 from tests.sim.script import play_script
 from wire.frames import LeaseRequest
 from wire.state_machine import IllegalEventError

@@ -174,7 +174,7 @@ def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
     CI has these tests:
 
     - `tests/sim/test_simulation.py::test_a_greedy_key_takes_nothing_from_the_others`
-    - `tests/unit/router/admission/test_load_share.py::test_exceeds_share_of_one_of_three_keys_above_two_thirds`
+    - `tests/unit/router/admission/test_key_load.py::test_exceeds_share_of_one_of_three_keys_above_two_thirds`
     - `tests/unit/router/admission/test_queue.py::test_a_key_has_no_more_than_its_share_where_another_one_waits`
     """
     text = KEYS.replace('"2MiB"', '"16KiB"').replace("M4 Max", "M4 Pro")

@@ -14,7 +14,7 @@ from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId

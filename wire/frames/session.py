@@ -21,7 +21,7 @@ from wire.bounds import (
     Text,
     Word,
 )
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames.frame import Frame
 from wire.machine import Disk, SystemMemory
 from wire.report import (

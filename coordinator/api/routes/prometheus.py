@@ -8,14 +8,14 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.route import LIST, TEXT, Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.node_directory import NodeDirectory
-from coordinator.metrics.service import MetricsService, NodeUnreachable
+from coordinator.metrics.metrics_source import MetricsSource, NodeUnreachable
 from router.errors import Problem
 
 
 class PrometheusRoutes:
     """Routes for Prometheus, the only control routes outside /api/v1."""
 
-    def __init__(self, metrics: MetricsService, directory: NodeDirectory) -> None:
+    def __init__(self, metrics: MetricsSource, directory: NodeDirectory) -> None:
         self._metrics = metrics
         self._directory = directory
 

@@ -277,7 +277,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     new folder has mode 0700; the mode of an existing one does not change.
     """
     from coordinator.alerts.rules import render_rules_file
-    from coordinator.metrics.prometheus import render_configuration
+    from coordinator.metrics.scrape_config import render_configuration
     from host.private_files import create_private_folder, write_private
 
     try:

@@ -60,8 +60,8 @@ def install(
     as root, or that it serves another state folder. It can also mean that files of another program or user are in the
     way.
     """
+    from coordinator.service.installer import install as carry_out
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import install as carry_out
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     plan = _create_plan(host, user, state, coordinator, wired_limit_mb or 0, arguments)
@@ -174,9 +174,9 @@ def _print_units(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
 @click.pass_context
 def uninstall(ctx: click.Context, output: str) -> None:
     """Stop the service and remove it. Print the folders of cluster, node, models and logs, which are kept."""
+    from coordinator.service.installer import read_existing_unit
+    from coordinator.service.installer import uninstall as take_away
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import read_existing_unit
-    from coordinator.service.setup import uninstall as take_away
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _convert_errors(), show_spinner("stopping the service"):
@@ -197,8 +197,8 @@ def uninstall(ctx: click.Context, output: str) -> None:
 @click.pass_context
 def status(ctx: click.Context, output: str) -> None:
     """Print whether the service runs. Exit code 0: running; 1: installed, not running; 5: not installed."""
+    from coordinator.service.installer import read_existing_unit
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import read_existing_unit
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _convert_errors():
@@ -241,8 +241,8 @@ def restart(ctx: click.Context) -> None:
     Running requests may end before the service stops. The command fails if the service does not end, or does not run
     again within 45 s.
     """
+    from coordinator.service.installer import read_existing_unit, wait_until_running
     from coordinator.service.service_manager import ServiceHost
-    from coordinator.service.setup import read_existing_unit, wait_until_running
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _convert_errors(), show_spinner("restarting the service"):

@@ -1,6 +1,6 @@
 // The shell: whose key this is, which view, and the one live stream that all views read.
 import { html, render, useEffect, useRef, useState } from "/ui/vendor/preact.js";
-import { Wrong, call, forget, keep, key, ownKey, useAction, useLive, visit } from "/ui/pool.js";
+import { Wrong, call, forget, keep, key, ownKey, useAction, useLive, visit } from "/ui/shared.js";
 import { Chat } from "/ui/views/chat.js";
 import { Join } from "/ui/views/join.js";
 import { Keys } from "/ui/views/keys.js";

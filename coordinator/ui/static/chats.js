@@ -1,7 +1,7 @@
 // The chats of this tab. They outlive a change of the view and a reload, and end with the tab or with signing out; an
 // answer continues to stream while another view is open.
 import { useEffect, useState } from "/ui/vendor/preact.js";
-import { CHATS, ask, events, visit } from "/ui/pool.js";
+import { CHATS, ask, events, visit } from "/ui/shared.js";
 
 const MAX_CHATS = 20;
 const SHOW_MS = 50;

@@ -4,7 +4,7 @@
 // Bounded: recursion by MAX_DEPTH, length by MAX_TEXT, and no marker is searched for twice in the same text. Expressions
 // that could try the same characters again and again see MAX_ROW of them at most.
 import { h, html } from "/ui/vendor/preact.js";
-import { Copy } from "/ui/pool.js";
+import { Copy } from "/ui/shared.js";
 
 const MAX_DEPTH = 6;
 const MAX_TEXT = 100000;

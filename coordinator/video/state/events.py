@@ -1,4 +1,4 @@
-"""Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure.
+"""Events of the video job table (input of `job_transitions.advance`) and actions for the controller (its output). Pure.
 
 The fields `job`, `node` and `lease` are ids, unless their type is a class.
 """

@@ -1,4 +1,4 @@
-"""Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
+"""Table of all video jobs and their memory. Pure; `coordinator.video.state.job_transitions` advances it.
 
 The first queued job gets a lease on one node. From then on three parties act on the job. The node leases the memory and
 watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes disconnect and return, and

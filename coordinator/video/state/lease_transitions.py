@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from coordinator.video.state.events import FetchFiles, LeasesReported, RecordPeak, ReleaseLease
 from coordinator.video.state.job_table import LeaseHold
 from coordinator.video.state.jobs import FETCHING_PROGRESS, JobFaultCode, JobState, VideoJob, change_state
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
+from coordinator.video.state.table_draft import MAX_PAUSE_SECONDS, TableDraft
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
@@ -22,10 +22,10 @@ MAX_MISSED_REPORTS = 2
 One report is not enough, because the first one may be older than the lease request.
 """
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED, LeaseEndCode.NODE_STOPPING})
-"""Codes of lease ends that count as a loss of the worker or its node (`Transition.handle_loss`)."""
+"""Codes of lease ends that count as a loss of the worker or its node (`TableDraft.handle_loss`)."""
 
 
-def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+def apply_answer(turn: TableDraft, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease. Ignore a frame of another node or generation than that of the hold.
 
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
@@ -42,7 +42,7 @@ def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused
             _apply_ended(turn, node, frame)
 
 
-def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
+def _apply_granted(turn: TableDraft, node: str, frame: LeaseGranted) -> None:
     job = turn.find_job(node, frame.lease, frame.generation)
     if job is None:
         turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.SUPERSEDED))
@@ -61,7 +61,7 @@ def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
     )
 
 
-def _apply_refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
+def _apply_refused(turn: TableDraft, node: str, frame: LeaseRefused) -> None:
     job = turn.find_job(node, frame.lease, frame.generation)
     if job is not None and job.state != JobState.LEASING:
         return  # it was granted before, and holds until its node says that it ended
@@ -71,7 +71,7 @@ def _apply_refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
         turn.requeue_job(job, frame.waiting_for or frame.message)
 
 
-def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
+def _apply_ended(turn: TableDraft, node: str, frame: LeaseEnded) -> None:
     job = turn.find_job(node, frame.lease, frame.generation) or _find_fetching_job(turn, node, frame)
     turn.holds.pop(frame.lease, None)
     if job is None or not job.open or job.state == JobState.QUEUED:
@@ -98,7 +98,7 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
     turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
 
 
-def _find_fetching_job(turn: Transition, node: str, frame: LeaseEnded) -> VideoJob | None:
+def _find_fetching_job(turn: TableDraft, node: str, frame: LeaseEnded) -> VideoJob | None:
     """Return the job of a repeated lease end whose files are being fetched from `node`; None if there is none.
 
     The job has no hold any more.
@@ -122,7 +122,7 @@ def _check_properties(made: bytes) -> str:
         return ""
 
 
-def apply_report(turn: Transition, event: LeasesReported) -> None:
+def apply_report(turn: TableDraft, event: LeasesReported) -> None:
     """Apply a node's report about leases.
 
     Record the progress of listed leases, release unknown ones, and count missing ones as lost.
@@ -140,14 +140,14 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
         _apply_file_presence(turn, job, job.lease in reported)
 
 
-def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None:
+def _apply_file_presence(turn: TableDraft, job: VideoJob, present: bool) -> None:
     if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
         turn.fail_job(job, JobFaultCode.ARTIFACT_LOST, "its node came back without its files")
     else:
         turn.put_job(replace(job, misses=0 if present else job.misses + 1), save=False)
 
 
-def _is_kept(turn: Transition, node: str, state: LeaseState) -> bool:
+def _is_kept(turn: TableDraft, node: str, state: LeaseState) -> bool:
     """Return whether a node keeps a lease without a running job.
 
     Either its files are being fetched, or its release was already requested.
@@ -160,7 +160,7 @@ def _is_kept(turn: Transition, node: str, state: LeaseState) -> bool:
     )
 
 
-def _apply_progress(turn: Transition, node: str, state: LeaseState) -> None:
+def _apply_progress(turn: TableDraft, node: str, state: LeaseState) -> None:
     job = turn.find_job(node, state.lease, state.generation)
     if job is None or job.state != JobState.IN_PROGRESS:
         return
@@ -182,7 +182,7 @@ def _apply_progress(turn: Transition, node: str, state: LeaseState) -> None:
     )
 
 
-def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
+def _apply_presence(turn: TableDraft, hold: LeaseHold, present: bool) -> None:
     if present:
         turn.holds[hold.lease] = changed(hold, misses=0)
         return
@@ -197,7 +197,7 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
         turn.handle_loss(job, LeaseEndCode.WORKER_LOST, "its node came back without it")
 
 
-def apply_node_away(turn: Transition, node: str) -> None:
+def apply_node_away(turn: TableDraft, node: str) -> None:
     """Apply the end of a node's link: requeue a job that waits for a lease, and set a deadline for a running job.
 
     Also delete the node's pause, and its lease holds that belong to no job.
@@ -215,7 +215,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
     turn.pauses.pop(node, None)
 
 
-def apply_node_removed(turn: Transition, node: str) -> None:
+def apply_node_removed(turn: TableDraft, node: str) -> None:
     """Handle the departure of a node from the pool: requeue or fail the open jobs of the node.
 
     Clear `VideoJob.node` in all jobs of the node, including ended ones. Delete the node's pause and lease holds.
@@ -228,7 +228,7 @@ def apply_node_removed(turn: Transition, node: str) -> None:
         turn.put_job(replace(job, node=""))
 
 
-def _apply_node_loss(turn: Transition, job: VideoJob, message: str) -> None:
+def _apply_node_loss(turn: TableDraft, job: VideoJob, message: str) -> None:
     if job.state == JobState.FINALIZING:
         turn.fail_job(job, JobFaultCode.ARTIFACT_LOST, f"{message} before its files were fetched")
     else:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from coordinator.video.state.events import DeleteJob, ExpireFiles
 from coordinator.video.state.job_table import JobRules
 from coordinator.video.state.jobs import VideoJob
-from coordinator.video.state.transition import Transition
+from coordinator.video.state.table_draft import TableDraft
 
 CONFIRMING_SECONDS = 3600.0
 """Seconds for which every tick must find files too old before they expire, at most `JobRules.keep_seconds`.
@@ -16,7 +16,7 @@ A clock that is ahead for a short time therefore deletes nothing.
 """
 
 
-def expire_old_files(turn: Transition) -> None:
+def expire_old_files(turn: TableDraft) -> None:
     """Expire the files of jobs that every tick has found too old for `CONFIRMING_SECONDS`.
 
     If `JobRules.keep_seconds` is less, that time is sufficient.
@@ -27,7 +27,7 @@ def expire_old_files(turn: Transition) -> None:
     _expire(turn, [job for job in old if turn.steady - turn.overdue[job.id] >= wait])
 
 
-def apply_retention(turn: Transition) -> None:
+def apply_retention(turn: TableDraft) -> None:
     """Expire the files of the oldest jobs until the rest is within `JobRules.keep_count` and `JobRules.keep_bytes`.
 
     Then delete the oldest records of ended jobs without files, until at most `JobRules.records` of them remain.
@@ -39,7 +39,7 @@ def apply_retention(turn: Transition) -> None:
         turn.actions.append(DeleteJob(job.id))
 
 
-def _expire(turn: Transition, jobs: Iterable[VideoJob]) -> None:
+def _expire(turn: TableDraft, jobs: Iterable[VideoJob]) -> None:
     for job in jobs:
         turn.put_job(replace(job, expired=True, files=()))
         turn.actions.append(ExpireFiles(job.id))

@@ -31,7 +31,7 @@ from node.memory.poll import MemoryPoll
 from node.memory.sensor import list_group_members, measure_footprint
 from node.models.folders import get_own_folder
 from node.settings import NodeSettings
-from node.video import leases
+from node.video import lease_rules
 from node.video.worker import watchdog_policy
 from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBounds, WorkerObservation
 from wire.capacity.arithmetic import compute_most_bytes, judge
@@ -169,11 +169,11 @@ class Quantizer:
             await self._lessor.make_room(size)
         shortage = self._find_shortage(size)
         if shortage is not None:
-            raise ModelFileError(ModelOrderCode.NO_MEMORY, shortage, leases.HEADROOM_RETRY_SECONDS)
+            raise ModelFileError(ModelOrderCode.NO_MEMORY, shortage, lease_rules.HEADROOM_RETRY_SECONDS)
         failure = await self._lessor.lower_ceiling(size)
         if failure is not None:
             text = f"{show_size(size)} cannot be leased to the quantization: {failure.message}"
-            raise ModelFileError(ModelOrderCode.NO_MEMORY, text, leases.HEADROOM_RETRY_SECONDS)
+            raise ModelFileError(ModelOrderCode.NO_MEMORY, text, lease_rules.HEADROOM_RETRY_SECONDS)
         log.info("ceiling lowered", model=self._model, size=show_size(size))
 
     def _check_possible(self, size: int) -> None:
@@ -181,7 +181,7 @@ class Quantizer:
         memory = self._poll.read_memory()
         if self._paused:
             raise ModelFileError(
-                ModelOrderCode.IN_USE, f"this node stopped sharing: {self._paused}", leases.READY_RETRY_SECONDS
+                ModelOrderCode.IN_USE, f"this node stopped sharing: {self._paused}", lease_rules.READY_RETRY_SECONDS
             )
         if not memory.guard:
             text = "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on"
@@ -205,7 +205,7 @@ class Quantizer:
             return None
         headroom = answer.numbers.headroom if answer.numbers is not None else None
         report = self._supervisor.reports.latest
-        missing = leases.describe_shortage(
+        missing = lease_rules.describe_shortage(
             size,
             headroom,
             memory,

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from host.private_files import create_private_folder, write_private
 from node.memory.sensor import list_group_members, measure_footprint, read_process_identity
-from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
+from node.video.lease_rules import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import watchdog_policy
 from node.video.worker.lease_files import (
     ATTENDED,

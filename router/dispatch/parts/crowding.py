@@ -4,7 +4,7 @@ Their requests are queued instead of being placed on a node with many waiting pr
 is refused if it would use memory that is kept for other keys.
 """
 
-from router.admission.load_share import LoadShare
+from router.admission.key_load import KeyLoad
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.parts.placer import Placer
 from router.placement.candidate import Candidate
@@ -14,12 +14,12 @@ from router.placement.weights import QUEUE_BACKLOG_SECONDS, SPARE_MEMORY_SHARE
 class CrowdRules:
     """Rules that let the requests of an API key wait, or end them, while the key requests far more than its share.
 
-    The shares are computed from the expected tokens of all open requests (`LoadShare`).
+    The shares are computed from the expected tokens of all open requests (`KeyLoad`).
     """
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer
-        self._load = LoadShare()
+        self._load = KeyLoad()
 
     def add(self, request: ActiveRequest) -> None:
         """Add the expected tokens of an open request to those of its key."""
@@ -36,7 +36,7 @@ class CrowdRules:
         """Return whether a request must be queued although the node `chosen` has room for it.
 
         Return True if more than `QUEUE_BACKLOG_SECONDS` of prefill are ahead of it on the node, and the key exceeds its
-        share of tokens (`LoadShare.exceeds_share`). A request with a lost attempt need not wait, nor a request whose
+        share of tokens (`KeyLoad.exceeds_share`). A request with a lost attempt need not wait, nor a request whose
         model the node must load.
         """
         model = chosen.model

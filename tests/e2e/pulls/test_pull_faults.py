@@ -140,7 +140,7 @@ def test_two_pulls_of_one_repository_are_one(pulls: FaultyPulls) -> None:
     """CI has these tests:
 
     - `tests/unit/coordinator/models/test_pull_controller.py::test_the_same_pull_is_not_started_twice`
-    - `tests/contract/hub/test_orders.py::test_a_pull_continues_without_a_link_and_a_repeated_order_attaches`
+    - `tests/contract/hub/test_file_orders.py::test_a_pull_continues_without_a_link_and_a_repeated_order_attaches`
     """
     files = add(pulls, "tests/twice")
     assert "tests/twice at" in pulls.pull("tests/twice", "--dry-run")
@@ -157,7 +157,7 @@ def test_two_pulls_of_one_repository_are_one(pulls: FaultyPulls) -> None:
 def test_another_commit_waits_for_the_pull_in_progress(pulls: FaultyPulls) -> None:
     """CI has these tests:
 
-    - `tests/contract/hub/test_orders.py::test_a_second_commit_of_a_repository_waits_for_the_first`
+    - `tests/contract/hub/test_file_orders.py::test_a_second_commit_of_a_repository_waits_for_the_first`
     - `tests/unit/coordinator/models/test_pull_controller.py::test_the_same_pull_is_not_started_twice`
     """
     repo = "tests/changed"

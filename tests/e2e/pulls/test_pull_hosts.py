@@ -147,7 +147,7 @@ def test_nodes_that_cannot_reach_each_other_get_the_files_through_the_coordinato
 def test_a_loaded_model_is_not_removed(lab: PullLab) -> None:
     """CI has this test:
 
-    - `tests/contract/hub/test_orders.py::test_a_loaded_model_is_not_removed`
+    - `tests/contract/hub/test_file_orders.py::test_a_loaded_model_is_not_removed`
     """
     repo = "tests/loaded"
     lab.hub.add(repo, TINY)

@@ -56,7 +56,7 @@ def test_pulls_end_after_kills_and_fetch_at_most_one_piece_twice(lab: PullLab) -
     - `tests/contract/hub/test_downloader.py::test_pieces_that_are_recorded_before_a_kill_are_not_fetched_again`
     - `tests/contract/hub/test_downloader.py::test_the_end_of_the_agent_ends_the_download`
     - `tests/contract/hub/test_mirror.py::test_a_follower_continues_at_the_hub_when_the_mirror_is_killed`
-    - `tests/contract/hub/test_orders.py::test_a_killed_process_ends_its_order_as_interrupted`
+    - `tests/contract/hub/test_file_orders.py::test_a_killed_process_ends_its_order_as_interrupted`
     - `tests/unit/coordinator/models/test_pull_controller.py::test_a_pull_survives_a_restart_of_the_coordinator`
     - `tests/unit/coordinator/models/test_pull_state.py::test_every_order_of_events_keeps_the_invariants_and_ends`
     """

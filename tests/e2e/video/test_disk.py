@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.video.leases import LeasePhase
+from node.video.lease_rules import LeasePhase
 from tests.contract.test_video_controller import asked, fault
 from tests.contract.test_videos import pool
 from tests.support.cluster.hosts import unsupported

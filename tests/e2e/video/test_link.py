@@ -21,7 +21,7 @@ from node.agent.link_keeper import LinkTimeouts
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import Reporter
 from node.agent.sharing_effects import SharingEffects
-from node.hub.orders import ModelFileOrders
+from node.hub.file_orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
 from node.sharing.controller import SharingController
 from tests.support.cluster.cluster_port import Line

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from node.memory.sensor import list_group_members, read_process_identity
-from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
+from node.video.lease_rules import LeaseLedger, LeasePhase, LeaseRecord
 from node.video.worker import worker_monitor as watch
 from node.video.worker.lease_files import WorkerClaim
 from node.video.worker.watchdog_policy import WorkerBounds

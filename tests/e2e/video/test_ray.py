@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from node.memory.sensor import list_group_members
-from node.video.leases import LeasePhase
+from node.video.lease_rules import LeasePhase
 from tests.support.processes import SHORT_FOLDER, get_ray_ports, gone, until
 from tests.support.video.standin import standin
 from tests.support.video.studio import LONG, Node, flat

@@ -23,7 +23,7 @@ from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.metrics.service import MetricsService
+from coordinator.metrics.metrics_source import MetricsSource
 from coordinator.model_tools.benchmark_records import BenchmarkRecords
 from coordinator.models.hub_client import HubClient
 from coordinator.models.pull_controller import PullController
@@ -145,7 +145,7 @@ async def application(
             0.0,
         )
         conditions = ConditionEvaluator()
-        metrics = MetricsService(
+        metrics = MetricsSource(
             nodes,
             dispatcher,
             ring,

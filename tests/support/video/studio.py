@@ -27,7 +27,7 @@ from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings, resolve_settings
 from node.video import environment
-from node.video.leases import LeasePhase
+from node.video.lease_rules import LeasePhase
 from node.video.wiring import VideoSubsystem
 from tests.support.processes import ROOT
 from tests.support.processes import environment as clean

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.metrics.families import MetricKind
-from coordinator.metrics.node import NODE
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.node_families import NODE
+from coordinator.metrics.pool_families import POOL
 from dashboards.generate import BOARDS, HERE
 from dashboards.panels import ANNOTATIONS, MAX_OPEN_PANELS, Board, render_board
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.scrape_config import render_configuration
 from dashboards.generate import BOARDS
 from tests.support.prometheus import needs
 

@@ -2,7 +2,7 @@
 import { html, useMemo, useState } from "/ui/vendor/preact.js";
 import { begin, drop, pick, send, set, stop, useChats } from "/ui/chats.js";
 import { markdown } from "/ui/markdown.js";
-import { Copy, Nothing, Wrong, count, rate, seconds } from "/ui/pool.js";
+import { Copy, Nothing, Wrong, count, rate, seconds } from "/ui/shared.js";
 import { answersChats, useModels } from "/ui/views/models.js";
 
 const MAX_TITLE = 40;

@@ -1,6 +1,6 @@
 // A Mac joins: by a command with a token that is good for 15 minutes, or by a code that both screens show.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
+import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/shared.js";
 
 function Code({ rows }) {
   const edge = rows.length;

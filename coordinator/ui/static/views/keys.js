@@ -1,6 +1,6 @@
 // API keys of programs: limits, expiry, name, secret and usage.
 import { html, useEffect, useLayoutEffect, useRef, useState } from "/ui/vendor/preact.js";
-import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
+import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/shared.js";
 import { Usage, limitsText } from "/ui/views/usage.js";
 
 const LIVES = [["", "never"], ["604800", "in 7 days"], ["2592000", "in 30 days"], ["7776000", "in 90 days"], ["31536000", "in 1 year"]];

@@ -1,6 +1,6 @@
 // Models: their copies on each Mac, wishes, aliases and disks. Administrators pull, load, verify, want and delete them.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useCommands, usePolled } from "/ui/pool.js";
+import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useCommands, usePolled } from "/ui/shared.js";
 import { NewPull, Pulls } from "/ui/views/pulls.js";
 
 const RELOAD_MS = 5000;

@@ -1,7 +1,7 @@
 // Health of the pool, its load now and in the last hour, and a memory bar for each present Mac.
 import { html, useState } from "/ui/vendor/preact.js";
 import { Chart } from "/ui/chart.js";
-import { Nothing, PRESENT, Table, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/pool.js";
+import { Nothing, PRESENT, Table, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/shared.js";
 
 const PARTS = [["current", "in use"], ["reserved", "reserved"], ["margin", "margin"], ["lease", "leased to video"]];
 const LIMITS = { static: "system reserve", dynamic: "other apps", metal: "Metal", setting: "memory.cap", container: "the container", leases: "video leases", unreadable: "an unreadable footprint" };

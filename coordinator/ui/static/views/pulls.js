@@ -1,6 +1,6 @@
 // Pulls of models from the hub: the plan of a new pull, and the progress of each pull on every Mac.
 import { html, useRef, useState } from "/ui/vendor/preact.js";
-import { Table, Wrong, call, clock, count, seconds, size, useAction } from "/ui/pool.js";
+import { Table, Wrong, call, clock, count, seconds, size, useAction } from "/ui/shared.js";
 
 const SELECTIONS = [["auto", "Every linked Mac with room"], ["all", "Every Mac with room, including offline Macs"], ["named", "These Macs:"]];
 const REPLAN_MS = 400;

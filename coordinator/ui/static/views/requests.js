@@ -1,6 +1,6 @@
 // Requests in flight and ended, with a filter; one of them explained: every decision with every node's arithmetic.
 import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
+import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/shared.js";
 
 const CANCELLED = ["cancelled", "slow_client"];
 // All codes of failures of a node, an upstream or the router; any other code is that of a refusal.

@@ -1,7 +1,7 @@
 // Runbook entry of a condition: meaning and next step. Alerts link to this view.
 import { html } from "/ui/vendor/preact.js";
 import { markdown } from "/ui/markdown.js";
-import { Nothing } from "/ui/pool.js";
+import { Nothing } from "/ui/shared.js";
 import { RUNBOOK } from "/ui/runbook.js";
 
 export function Runbook({ pool, rest }) {

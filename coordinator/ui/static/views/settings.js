@@ -1,6 +1,6 @@
 // Settings of the coordinator: current value and source. They are changed in files, not here.
 import { html } from "/ui/vendor/preact.js";
-import { Table, Wrong, useAsked } from "/ui/pool.js";
+import { Table, Wrong, useAsked } from "/ui/shared.js";
 
 export function Settings({ pool }) {
   const [found, error] = useAsked("/api/v1/settings");

@@ -1,7 +1,7 @@
 // Tokens and requests by day: a chart, a table and a CSV file; of one key for its user, of all keys for an administrator.
 import { html, useMemo, useState } from "/ui/vendor/preact.js";
 import { Bars } from "/ui/chart.js";
-import { Nothing, Table, Wrong, count, download, useAsked, when } from "/ui/pool.js";
+import { Nothing, Table, Wrong, count, download, useAsked, when } from "/ui/shared.js";
 
 const DAY_MS = 86400000;
 const SPANS = [["7", "7 days"], ["30", "30 days"], ["90", "90 days"], ["365", "1 year"]];

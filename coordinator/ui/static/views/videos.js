@@ -1,6 +1,6 @@
 // Video jobs: queue, progress, and a player for completed videos.
 import { html, useEffect, useState } from "/ui/vendor/preact.js";
-import { Nothing, Wrong, ask, call, useAction, usePolled, when } from "/ui/pool.js";
+import { Nothing, Wrong, ask, call, useAction, usePolled, when } from "/ui/shared.js";
 
 function Player({ id }) {
   const [url, setUrl] = useState("");

@@ -22,8 +22,8 @@ from coordinator.alerts.rules import (
     render_rules_file,
 )
 from coordinator.metrics.families import MetricKind
-from coordinator.metrics.node import NODE
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.node_families import NODE
+from coordinator.metrics.pool_families import POOL
 from tests.support.pictures import WALL, node_picture, pool_picture, view
 from tests.support.prometheus import needs
 from tests.support.scenarios import STEP, STORIES, Series, steady

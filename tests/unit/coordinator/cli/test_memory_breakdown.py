@@ -11,7 +11,7 @@ from coordinator.cli.memory_breakdown import get_guard_state, render_breakdown
 from coordinator.client import api_client
 from coordinator.observe.node_rows import build_enforcement_row, list_dangers
 from router.placement.cluster_view import NodeView
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.identity import NodeId
 from wire.report import Memory, MemoryLevel
 from wire.units import GIB, MIB

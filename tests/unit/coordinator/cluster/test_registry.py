@@ -27,7 +27,7 @@ from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.batches import BatchGroup
 from wire.certificate import read_certificate
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames import (
     CertificateRenewed,
     Denied,

@@ -17,11 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families as read_text
 from coordinator.metrics.exposition import MAX_LABEL_CHARS, render_metrics
 from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE
+from coordinator.metrics.metrics_source import decode_measures
+from coordinator.metrics.node_families import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot, sanitize_measures, sort_by_priority
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_families import POOL
 from coordinator.metrics.pool_snapshot import PoolSnapshot
-from coordinator.metrics.service import decode_measures
 from coordinator.models.wish_counters import WishSnapshot
 from router.dispatch.counters import MAX_KEY_MODELS, Counters
 from router.dispatch.counters import MAX_MODELS as MOST_MODELS_OF_A_POOL

@@ -5,9 +5,9 @@ from dataclasses import replace
 from coordinator.alerts.rules import RULES
 from coordinator.metrics.exposition import render_metrics
 from coordinator.metrics.families import CollectedFamily, collect_families
-from coordinator.metrics.node import NODE
+from coordinator.metrics.node_families import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_families import POOL
 from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.models.wish_counters import ActionOutcome, WishCounters, WishSnapshot
 from coordinator.video.metrics import VideoCounters, VideoSnapshot

@@ -22,7 +22,7 @@ from router.placement.sanitize_report import build_node_view
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.report import EngineState, Hardware, MemoryLevel, Sharing

@@ -12,7 +12,7 @@ import pytest
 from node.agent import fetch
 from node.agent.connection import CoordinatorLink
 from node.agent.fetch import ANSWER_CHUNK_BYTES, FetchAnswers, read_chunks
-from node.video.leases import LeaseLedger, LeaseRecord
+from node.video.lease_rules import LeaseLedger, LeaseRecord
 from tests.support.video.studio import Node
 from tests.unit.node.agent.test_links import Transport
 from wire.frames import EngineReport, FetchChunk, FetchRequest, LeaseEnded

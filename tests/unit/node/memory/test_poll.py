@@ -23,7 +23,7 @@ from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
 from node.memory.reading import STALE_AFTER_SECONDS, HighWaterMarks
 from node.settings import resolve_settings
-from node.video import leases
+from node.video import lease_rules
 from tests import models
 from tests.support.readings import FailingSource, Later, failing
 from tests.unit.node.memory.test_limits import SetMachine
@@ -209,8 +209,8 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     room = compute_headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
-    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models can be unloaded"
-    assert leases.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
+    assert lease_rules.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models can be unloaded"
+    assert lease_rules.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
 
 
 @pytest.mark.slow

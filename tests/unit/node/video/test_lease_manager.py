@@ -18,7 +18,7 @@ import pytest
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import list_group_members, read_process_identity
 from node.video import lease_granter, lease_manager
-from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
+from node.video.lease_rules import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.readings import failing
 from tests.support.video.standin import standin

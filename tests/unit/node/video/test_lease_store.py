@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from node.video.lease_rules import LeaseRecord
 from node.video.lease_store import MAX_ENDED_LEASES, MIN_FREE_DISK_BYTES, LeaseStore, hash_artifacts
-from node.video.leases import LeaseRecord
 from node.video.worker.lease_files import GRANT, OUT, SCRATCH
 from wire.frames import LeaseEnded
 from wire.video import Artifact

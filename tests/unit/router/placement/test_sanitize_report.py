@@ -25,7 +25,7 @@ from router.placement.sanitize_report import (
     sanitize_video,
 )
 from wire.capacity.arithmetic import Fits, estimate_request_need, judge
-from wire.enforcement import Enforcement
+from wire.enforcer_report import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.machine import Disk, SystemMemory

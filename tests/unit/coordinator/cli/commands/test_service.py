@@ -14,10 +14,10 @@ from coordinator.cli import cluster
 from coordinator.cli.commands import service as service_commands
 from coordinator.client.errors import NOT_FOUND, REFUSED
 from coordinator.doctor import host_probe
-from coordinator.service import setup
+from coordinator.service import installer
+from coordinator.service.installer import ExistingUnit
 from coordinator.service.plan import ServiceState
 from coordinator.service.service_manager import ServiceHost
-from coordinator.service.setup import ExistingUnit
 from wire.units import GIB
 
 USER = pwd.getpwnam("nobody").pw_name
@@ -57,7 +57,7 @@ def test_the_state_of_the_service_is_printed_with_its_exit_code(
     code: int,
     lines: list[str],
 ):
-    monkeypatch.setattr(setup, "read_existing_unit", lambda *_: unit)
+    monkeypatch.setattr(installer, "read_existing_unit", lambda *_: unit)
     monkeypatch.setattr(ServiceHost, "read_state", lambda _: now)
     host = ServiceHost("darwin", tmp_path)
     done = invoke(host, "status")

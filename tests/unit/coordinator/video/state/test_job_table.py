@@ -32,6 +32,7 @@ from coordinator.video.state.events import (
     SaveJob,
 )
 from coordinator.video.state.job_table import JobRules, JobTable
+from coordinator.video.state.job_transitions import advance
 from coordinator.video.state.jobs import (
     TRANSITIONS,
     IllegalTransitionError,
@@ -43,8 +44,7 @@ from coordinator.video.state.jobs import (
     change_state,
     to_row,
 )
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
-from coordinator.video.state.transitions import advance
+from coordinator.video.state.table_draft import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
 from tests.effort import scale_examples
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.state_machine import IllegalEventError

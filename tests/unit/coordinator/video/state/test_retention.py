@@ -9,7 +9,7 @@ from coordinator.video.state.events import DeleteJob, ExpireFiles
 from coordinator.video.state.job_table import JobRules, JobTable
 from coordinator.video.state.jobs import JobState, RequestedClip, StoredFile, VideoJob
 from coordinator.video.state.retention import apply_retention, expire_old_files
-from coordinator.video.state.transition import Transition
+from coordinator.video.state.table_draft import TableDraft
 
 FILES = (StoredFile("video.mp4", 100, "ab"),)
 
@@ -20,8 +20,8 @@ def a_job(number: int, state: JobState, **changes: Any) -> VideoJob:
     return replace(job, **changes)
 
 
-def begin(now: float, *jobs: VideoJob, **rules: Any) -> Transition:
-    return Transition(JobTable(JobRules(**rules), {job.id: job for job in jobs}), now, now)
+def begin(now: float, *jobs: VideoJob, **rules: Any) -> TableDraft:
+    return TableDraft(JobTable(JobRules(**rules), {job.id: job for job in jobs}), now, now)
 
 
 def test_records_of_open_jobs_and_of_jobs_with_files_are_never_deleted():

@@ -14,8 +14,8 @@ from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.agent.sharing_effects import SharingEffects
 from node.hub.child_messages import ChildEnd, build_end
+from node.hub.file_orders import ModelFileOrders
 from node.hub.order_child import OrderChild
-from node.hub.orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
 from node.sharing.policy import Occupancy, SharingAction, SharingState
 from tests.models import EMBEDDED

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.memory.sensor import read_process_identity
-from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
+from node.video.lease_rules import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
 from node.video.worker.watchdog_policy import EndWorker, WorkerBounds
 from node.video.worker.worker_monitor import (

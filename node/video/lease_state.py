@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from node.video import leases
-from node.video.leases import LeaseRecord
+from node.video import lease_rules
+from node.video.lease_rules import LeaseRecord
 from node.video.worker.watchdog_policy import EndWorker
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.state_machine import IllegalEventError, InvariantError
@@ -287,20 +287,22 @@ def _request(life: LeaseLife, event: LeaseWanted) -> Step:
     if life.stage is not LeaseStage.IDLE:
         holder, wait = "already", RETRY_SOON_SECONDS
         if event.holding is not None:
-            holder, wait = f"to {event.holding.job}", leases.HELD_RETRY_SECONDS
+            holder, wait = f"to {event.holding.job}", lease_rules.HELD_RETRY_SECONDS
         text = f"this node has granted memory {holder}: one lease at a time"
-        return life, (RefuseLease(leases.refuse(request, LeaseRefusalCode.LEASE_HELD, text, wait)),)
+        return life, (RefuseLease(lease_rules.refuse(request, LeaseRefusalCode.LEASE_HELD, text, wait)),)
     granting = replace(life, stage=LeaseStage.GRANTING, lease=request.lease, generation=request.generation)
     return granting, (BeginGrant(request),)
 
 
 def refuse_stopping(request: LeaseRequest) -> LeaseRefused:
     """Return the refusal of a lease while the node stops."""
-    return leases.refuse(request, LeaseRefusalCode.NODE_STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS)
+    return lease_rules.refuse(
+        request, LeaseRefusalCode.NODE_STOPPING, "this node is stopping", lease_rules.READY_RETRY_SECONDS
+    )
 
 
 def refuse_paused(request: LeaseRequest, reason: str) -> LeaseRefused:
     """Return the refusal of a lease while the node accepts no leases, for the reason `reason`."""
-    return leases.refuse(
-        request, LeaseRefusalCode.NODE_PAUSED, f"this node accepts no leases: {reason}", leases.READY_RETRY_SECONDS
+    return lease_rules.refuse(
+        request, LeaseRefusalCode.NODE_PAUSED, f"this node accepts no leases: {reason}", lease_rules.READY_RETRY_SECONDS
     )

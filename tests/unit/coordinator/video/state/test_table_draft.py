@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from coordinator.video.state.events import ExpireFiles, SaveJob
 from coordinator.video.state.job_table import JobRules, JobTable
 from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, VideoJob
-from coordinator.video.state.transition import Transition
+from coordinator.video.state.table_draft import TableDraft
 
 RUNNING = VideoJob(
     id="j1",
@@ -27,9 +27,9 @@ RUNNING = VideoJob(
 )
 
 
-def begin(job: VideoJob) -> Transition:
+def begin(job: VideoJob) -> TableDraft:
     """Begin a transition at the Unix time 100 s and the monotonic time 50 s."""
-    return Transition(JobTable(JobRules(), {job.id: job}), 100.0, 50.0)
+    return TableDraft(JobTable(JobRules(), {job.id: job}), 100.0, 50.0)
 
 
 def test_a_failed_job_keeps_its_node_and_has_its_fault_and_its_end():

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.video.lease_life import (
+from node.video.lease_rules import LeaseRecord
+from node.video.lease_state import (
     TABLE,
     ActorFailed,
     BeginGrant,
@@ -29,7 +30,6 @@ from node.video.lease_life import (
     WorkerStarted,
     step,
 )
-from node.video.leases import LeaseRecord
 from node.video.worker.watchdog_policy import EndWorker
 from tests.effort import scale_examples
 from wire.frames import LeaseRefused, LeaseRequest

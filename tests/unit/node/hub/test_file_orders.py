@@ -14,7 +14,7 @@ from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
 from node.hub.child_messages import ChildEnd, ChildProgress
-from node.hub.orders import ModelFileOrders, ModelOrder
+from node.hub.file_orders import ModelFileOrders, ModelOrder
 from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
@@ -109,7 +109,7 @@ class Orders:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
         (folder / "scripted_child.py").write_text(script)
         monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[4]}")
-        monkeypatch.setattr("node.hub.orders._DOWNLOADER", "scripted_child")
+        monkeypatch.setattr("node.hub.file_orders._DOWNLOADER", "scripted_child")
         self._links = CoordinatorLinks()
         self.changes = list[str]()
         """One entry for each change of model files."""

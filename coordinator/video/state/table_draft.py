@@ -1,6 +1,6 @@
 """Working copy of the job table for one transition, with the actions to perform. Pure.
 
-The methods of `Transition` are steps that several events share: fail a job, requeue a job, release a hold.
+The methods of `TableDraft` are steps that several events share: fail a job, requeue a job, release a hold.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ the maximum.
 """
 
 
-class Transition:
-    """Working copy of the job table for one call of `transitions.advance`, with the actions to perform.
+class TableDraft:
+    """Working copy of the job table for one call of `job_transitions.advance`, with the actions to perform.
 
     `table` is the table before the call and is not changed. `now` is in Unix seconds, for points in time that are
     stored or shown. `steady` is in monotonic seconds, for waits, because a change of the system's clock must not end a

@@ -14,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
 from coordinator.doctor.service_checks import check_service
-from coordinator.service import launchd, service_manager, setup
+from coordinator.service import installer, launchd, service_manager
+from coordinator.service.installer import install, uninstall
 from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account, find_group_name
-from coordinator.service.setup import install, uninstall
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
 
@@ -27,8 +27,8 @@ BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(setup, "STEADY_SECONDS", 0.05)
-    monkeypatch.setattr(setup, "POLL_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(installer, "STEADY_SECONDS", 0.05)
+    monkeypatch.setattr(installer, "POLL_INTERVAL_SECONDS", 0.02)
     monkeypatch.setattr(service_manager, "UNLOAD_POLL_SECONDS", 0.02)
 
 
@@ -128,7 +128,7 @@ def test_a_service_with_spaces_in_its_paths_is_found_again(tmp_path: Path, platf
     told = json.loads(invoke(host, "status", "-o", "json").stdout)
     assert told["state"] == wanted.state
     if platform == "darwin":
-        assert setup.read_existing_unit(host, host.unit).program[0] == wanted.python
+        assert installer.read_existing_unit(host, host.unit).program[0] == wanted.python
     gone = json.loads(invoke(host, "uninstall", "-o", "json").stdout)
     assert gone["kept"][0] == wanted.state
 
@@ -137,7 +137,7 @@ def test_a_service_with_spaces_in_its_paths_is_found_again(tmp_path: Path, platf
     ("program", "state"), [(("x", "--state", "a b", "--lan"), "a b"), (("x", "--state"), ""), ((), "")]
 )
 def test_the_state_folder_is_the_word_after_its_option(program: tuple[str, ...], state: str):
-    assert setup.ExistingUnit(program=program).state == state
+    assert installer.ExistingUnit(program=program).state == state
 
 
 @BOTH
@@ -167,7 +167,7 @@ def test_install_is_rolled_back_if_the_service_does_not_start(tmp_path: Path, pl
     (tmp_path / "bin" / "broken").touch()
     if host.mac:
         host.logs.mkdir(parents=True)
-        (host.logs / "service.log").write_text("an old line\n" * setup.TAIL_CHARS + "the port is taken\n")
+        (host.logs / "service.log").write_text("an old line\n" * installer.TAIL_CHARS + "the port is taken\n")
         os.chown(host.logs, USER.pw_uid, USER.pw_gid)
     with pytest.raises(ServiceError, match="does not stay up") as caught:
         install(host, wanted, timeout_seconds=0.3)
@@ -408,7 +408,7 @@ def test_a_folder_or_tool_that_cannot_be_used_is_a_clear_error(tmp_path: Path, p
     (tmp_path / "file").touch()
     lost = dataclasses.replace(host, root=tmp_path / "file")
     with pytest.raises(ServiceError, match="cannot be read: Not a directory"):
-        setup.read_existing_unit(lost, lost.unit)
+        installer.read_existing_unit(lost, lost.unit)
     with pytest.raises(ServiceError, match=f"{tmp_path}/file/new: Not a directory"):
         install(host, dataclasses.replace(wanted, state=str(tmp_path / "file" / "new")))
     install(host, wanted)

@@ -3,7 +3,7 @@ from pathlib import PurePath
 import pytest
 from msgspec.structs import replace
 
-from node.engine.admission import (
+from node.engine.admission_rules import (
     RequestLimits,
     compute_admission_cost,
     compute_waiting_bytes,

@@ -1,6 +1,6 @@
 """The complete Prometheus configuration as written."""
 
-from coordinator.metrics.prometheus import render_configuration
+from coordinator.metrics.scrape_config import render_configuration
 
 PLAIN = """global:
   scrape_interval: 5s

@@ -18,7 +18,7 @@ half. A low-priority key next to a normal one is greedy above two fifths of all 
 _NOTHING = 0, 0
 
 
-class LoadShare:
+class KeyLoad:
     """Counter of the tokens of all open requests by API key, to find keys far above their weighted share."""
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from coordinator.alerts.rules import WATCHED
-from coordinator.metrics.service import MetricsService, NodeUnreachable
+from coordinator.metrics.metrics_source import MetricsSource, NodeUnreachable
 from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
@@ -275,9 +275,9 @@ async def test_render_node_fetches_metrics_and_fails_for_lost_nodes(port: Port):
         assert len((await client.get("/prometheus/sd")).json()) == 1, "a lost member stays a target: `up` is 0"
 
 
-def metrics_of(port: Port, **more: Any) -> MetricsService:
+def metrics_of(port: Port, **more: Any) -> MetricsSource:
     made = port.application
-    return MetricsService(
+    return MetricsSource(
         made.nodes,
         more.get("dispatcher", made.dispatcher),
         KeyRing(b"pepper"),
@@ -302,7 +302,7 @@ async def test_node_snapshots_need_a_link_and_a_report(port: Port, monkeypatch: 
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
     nodes.administration.remove_node(left.node)
-    monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.metrics.metrics_source.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
         (joining.node, "it is joining"),

@@ -18,9 +18,9 @@ import msgspec
 from coordinator.cluster.assembly import NodePool
 from coordinator.metrics.families import CollectedFamily, collect_families
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE
+from coordinator.metrics.node_families import NODE
 from coordinator.metrics.node_snapshot import NodeSnapshot, sanitize_measures, sort_by_priority
-from coordinator.metrics.pool import POOL
+from coordinator.metrics.pool_families import POOL
 from coordinator.metrics.pool_snapshot import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.models.wish_counters import WishSnapshot
 from coordinator.video.metrics import VideoSnapshot
@@ -45,7 +45,7 @@ class NodeUnreachable(Exception):
     """Raised if the metrics of a node are currently not available. The text has the reason."""
 
 
-class MetricsService:
+class MetricsSource:
     """Source of all metrics of the coordinator and of the nodes.
 
     `read_validities` reads the validity of the coordinator's certificates. `get_conditions` returns whether the

@@ -31,7 +31,7 @@ from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
 from coordinator.video.state.retention import apply_retention, expire_old_files
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
+from coordinator.video.state.table_draft import MAX_PAUSE_SECONDS, TableDraft
 from wire.state_machine import IllegalEventError
 from wire.video import LeaseEndCode, ReleaseCause
 
@@ -43,7 +43,7 @@ def advance(table: JobTable, event: Event, now: float, steady: float) -> tuple[J
     `table.head`, or whose node already has a lease hold. Raise `IllegalTransitionError` for a lease end that would
     restart a job whose files are being fetched.
     """
-    turn = Transition(table, now, steady)
+    turn = TableDraft(table, now, steady)
     match event:
         case JobSubmitted(job):
             turn.put_job(job, save=False)
@@ -74,7 +74,7 @@ def advance(table: JobTable, event: Event, now: float, steady: float) -> tuple[J
     return turn.build_table(), tuple(turn.actions)
 
 
-def _apply_placed(turn: Transition, table: JobTable, event: JobPlaced) -> None:
+def _apply_placed(turn: TableDraft, table: JobTable, event: JobPlaced) -> None:
     head = table.head
     if head is None or head.id != event.job or table.find_hold(event.node) is not None:
         raise IllegalEventError(f"{event.job} is not to be placed on {event.node} now")
@@ -95,7 +95,7 @@ def _apply_placed(turn: Transition, table: JobTable, event: JobPlaced) -> None:
     turn.actions.append(RequestLease(job))
 
 
-def _apply_wait(turn: Transition, event: JobWaited) -> None:
+def _apply_wait(turn: TableDraft, event: JobWaited) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.state != JobState.QUEUED:
         return
@@ -104,7 +104,7 @@ def _apply_wait(turn: Transition, event: JobWaited) -> None:
         turn.put_job(replace(job, phase=event.phase, room_by=fail_at), save=False)
 
 
-def _apply_fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
+def _apply_fetched(turn: TableDraft, event: FilesFetched | FilesLost) -> None:
     job = turn.jobs.get(event.job)
     if job is None or job.generation != event.generation or job.state != JobState.FINALIZING:
         if job is None or not job.open:
@@ -129,7 +129,7 @@ def _apply_fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
     apply_retention(turn)
 
 
-def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
+def _apply_cancelled(turn: TableDraft, name: str, message: str) -> None:
     job = turn.jobs.get(name)
     if job is None or not job.open:
         return
@@ -141,7 +141,7 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
         turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
 
 
-def _apply_restart(turn: Transition) -> None:
+def _apply_restart(turn: TableDraft) -> None:
     """Requeue jobs without an answer to their lease request, and wait for the nodes of running jobs.
 
     All waits begin again, because monotonic times of the previous process have no meaning. Any other lease of a node is
@@ -162,7 +162,7 @@ def _apply_restart(turn: Transition) -> None:
             turn.put_job(replace(job, due=turn.steady + turn.rules.keep_seconds), save=False)
 
 
-def _apply_tick(turn: Transition) -> None:
+def _apply_tick(turn: TableDraft) -> None:
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.steady]:
         _apply_overdue(turn, job)
     for job in [
@@ -176,7 +176,7 @@ def _apply_tick(turn: Transition) -> None:
     apply_retention(turn)
 
 
-def _apply_overdue(turn: Transition, job: VideoJob) -> None:
+def _apply_overdue(turn: TableDraft, job: VideoJob) -> None:
     if job.state == JobState.LEASING:
         turn.release_hold(job.lease, ReleaseCause.LEASE_TIMEOUT)
         turn.pause_node(job.node, MAX_PAUSE_SECONDS / 2)

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from node.engine_process.orders import EngineOrders, EngineReports
+from node.engine_process.memory_orders import EngineOrders, EngineReports
 from wire.codec import Splitter, decode
 from wire.frames import EngineReport, Frame, MemoryLimits, ReclaimMemory, ReduceMemory
 from wire.report import Memory, MemoryLevel, Model

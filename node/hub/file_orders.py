@@ -66,7 +66,7 @@ MAX_ENDS = 64
 """Maximum ends that are kept to send them again."""
 _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
 
-log = structlog.get_logger("node.hub.orders")
+log = structlog.get_logger("node.hub.file_orders")
 
 ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel | QuantizeModel
 

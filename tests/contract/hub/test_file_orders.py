@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
-from node.hub.orders import MAX_ORDERS
+from node.hub.file_orders import MAX_ORDERS
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
 from tests.support.hub.downloads import PIECE, download, hub_source, list_children

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.load_share import FAIR_SHARE_FACTOR, LoadShare
+from router.admission.key_load import FAIR_SHARE_FACTOR, KeyLoad
 from wire.capacity.fairness import WeightedKey
 
 KEYS = ("ada", "bob", "carol", "dia")
@@ -14,7 +14,7 @@ REQUESTS = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 50)), max
 
 
 def test_exceeds_share_of_one_of_three_keys_above_two_thirds():
-    asked = LoadShare()
+    asked = KeyLoad()
     for key, size in (("ada", 100), ("bob", 100), ("carol", 400)):
         asked.add(WeightedKey(key, 4), size)
     assert not any(map(asked.exceeds_share, KEYS))
@@ -23,7 +23,7 @@ def test_exceeds_share_of_one_of_three_keys_above_two_thirds():
 
 
 def test_lone_key_never_exceeds_its_share():
-    asked = LoadShare()
+    asked = KeyLoad()
     assert not asked.exceeds_share("ada")
     asked.add(WeightedKey("ada", 4), 10**9)
     assert not asked.exceeds_share("ada")
@@ -32,7 +32,7 @@ def test_lone_key_never_exceeds_its_share():
 
 
 def test_a_part_is_by_priority():
-    asked = LoadShare()
+    asked = KeyLoad()
     asked.add(WeightedKey("night", 1), 40)
     asked.add(WeightedKey("chat", 4), 60)
     assert not asked.exceeds_share("night"), "two fifths are twice its fifth"
@@ -44,7 +44,7 @@ def test_a_part_is_by_priority():
 
 @given(REQUESTS, st.data())
 def test_it_counts_those_that_are_here(requests: list[tuple[str, int]], data: st.DataObject):
-    asked = LoadShare()
+    asked = KeyLoad()
     for key, size in requests:
         asked.add(WeightedKey(key, WEIGHTS[key]), size)
     gone = data.draw(st.permutations(requests))[: data.draw(st.integers(0, len(requests)))]
