@@ -21,12 +21,23 @@ from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
 
+_VERBS = {
+    "POST": "create",
+    "DELETE": "revoke",
+    "limits": "limit",
+    "name": "rename",
+    "expiry": "expire",
+    "rotate": "rotate",
+}
+"""Verbs of the actions in the audit log, by method or operation: the names of the API's handlers."""
+
 
 def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
-    A change is written to the audit log, with the actor `offline`. Raise `CommandError` if there is no cluster, or if a
-    file cannot be read or written. Raise it also if the id is unknown, the name is taken, or a value is refused.
+    A change is written to the audit log as by the API, with the actor `offline`. Raise `CommandError` if there is no
+    cluster, or if a file cannot be read or written. Raise it also if the id is unknown, the name is taken, or a value
+    is refused.
     """
     if not (session.state / "cluster.db").exists():
         if read_member_identity(session.state) is not None:
@@ -95,9 +106,9 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
         answer = admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
     else:
         answer = admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _parse_limits(body))
-    admin.store.audit.add(
-        time.time(), "offline", f"{operation or method.lower()} {kind}", str(name or body.get("name"))
-    )
+    verb = _VERBS[operation or method]
+    subject = name or f"{body['name']} {answer['id']}".strip()
+    admin.store.audit.add(time.time(), "offline", f"{verb}_{kind.removesuffix('s')}", subject)
     return answer
 
 

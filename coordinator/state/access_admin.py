@@ -81,13 +81,14 @@ class AccessAdmin:
             self.ring.put(_to_api_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
-        """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains the token's text.
+        """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its id and its text.
 
         `name` is shown in the list of tokens. Delete the tokens that expired more than
         `join_tokens.EXPIRED_KEPT_SECONDS` ago. Raise `ValueError` if `uses` or `ttl` is not positive, and `StoreError`
         after a failed write.
         """
-        return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
+        token = self.tokens.create(ttl, uses, name)
+        return {"schema": 1, "id": token.id, "token": str(token)}
 
     def list_tokens(self) -> dict[str, Any]:
         """Return the join tokens without their secrets, newest first. Times are in Unix seconds.

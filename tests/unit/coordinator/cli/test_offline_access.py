@@ -73,7 +73,10 @@ def test_a_refused_operation_is_not_in_the_audit_log(tmp_path: Path) -> None:
     made = run_offline(session, "POST", "/api/v1/keys", body)
     run_offline(session, "DELETE", f"/api/v1/keys/{made['id']}", {})
     acts = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]
-    assert [(act["action"], act["subject"]) for act in acts] == [("post keys", "laptop"), ("delete keys", made["id"])]
+    assert [(act["action"], act["subject"]) for act in acts] == [
+        ("create_key", f"laptop {made['id']}"),
+        ("revoke_key", made["id"]),
+    ]
     assert run_offline(session, "GET", "/api/v1/audit?last=0", {})["acts"] == []
 
 
@@ -113,7 +116,7 @@ def test_keys_are_changed_offline_as_by_the_coordinator(tmp_path: Path) -> None:
         run_offline(session, "PUT", f"/api/v1/keys/{other}/name", {"name": "desk"})
     assert taken.value.exit_code == REFUSED
     acts = [act["action"] for act in run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]]
-    assert acts == ["post keys", "post keys", "name keys", "limits keys", "expiry keys", "rotate keys"]
+    assert acts == ["create_key", "create_key", "rename_key", "limit_key", "expire_key", "rotate_key"]
 
 
 def test_join_tokens_are_made_listed_and_revoked_offline(tmp_path: Path) -> None:
@@ -123,11 +126,18 @@ def test_join_tokens_are_made_listed_and_revoked_offline(tmp_path: Path) -> None
     session = ApiSession(tmp_path, None, None, "text")
     made = run_offline(session, "POST", "/api/v1/tokens", {"name": "desk", "uses": 2, "ttl_seconds": 60.0})
     (row,) = run_offline(session, "GET", "/api/v1/tokens", {})["tokens"]
-    assert (row["name"], row["uses_left"]) == ("desk", 2)
+    assert (row["id"], row["name"], row["uses_left"]) == (made["id"], "desk", 2)
     assert made["token"] not in str(row), "the secret is shown once"
     run_offline(session, "DELETE", f"/api/v1/tokens/{row['id']}", {})
     with pytest.raises(CommandError, match="there is no token "):
         run_offline(session, "DELETE", "/api/v1/tokens/unknown", {})
+    unnamed = run_offline(session, "POST", "/api/v1/tokens", {"name": "", "uses": 1, "ttl_seconds": 60.0})
+    acts = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]
+    assert [(act["action"], act["subject"]) for act in acts] == [
+        ("create_token", f"desk {made['id']}"),
+        ("revoke_token", made["id"]),
+        ("create_token", unnamed["id"]),
+    ]
 
 
 def test_usage_is_summed_offline_by_key_and_day(tmp_path: Path) -> None:
@@ -156,7 +166,7 @@ def test_output_without_a_coordinator_is_the_answer_alone(tmp_path: Path) -> Non
     done = CliRunner(env={"MACPOOL_URL": None}).invoke(
         cluster, ["token", "create", "--name", "desk", "--state", str(tmp_path), "-o", "json"]
     )
-    assert (json.loads(done.stdout).keys(), done.stderr) == ({"schema", "token"}, "")
+    assert (json.loads(done.stdout).keys(), done.stderr) == ({"schema", "id", "token"}, "")
     with capture_logs() as logs:
         structlog.get_logger().info("later")
     assert logs, "the log of this process is as before"

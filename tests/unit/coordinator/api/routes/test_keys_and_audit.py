@@ -286,16 +286,19 @@ async def test_audit_log_has_every_administrative_action_with_its_actor(built: A
     await admin.put(f"/api/v1/keys/{made['id']}/limits", json={"limits": {}})
     await admin.delete(f"/api/v1/keys/{made['id']}")
     await admin.delete("/api/v1/keys/nobody")
-    await admin.post("/api/v1/tokens", json={"name": "for the lab"})
+    named = (await admin.post("/api/v1/tokens", json={"name": "for the lab"})).json()
+    unnamed = (await admin.post("/api/v1/tokens", json={})).json()
     await admin.get("/api/v1/keys")
     acts = (await admin.get("/api/v1/audit")).json()["acts"]
     assert [(act["actor"], act["action"], act["subject"]) for act in acts] == [
         (boss, "create_key", f"app {made['id']}"),
         (boss, "limit_key", made["id"]),
         (boss, "revoke_key", made["id"]),
-        (boss, "create_token", "for the lab"),
+        (boss, "create_token", f"for the lab {named['id']}"),
+        (boss, "create_token", unnamed["id"]),
     ]
-    assert made["key"] not in str(acts), "no secret is written down"
+    secrets = [made["key"], named["token"], unnamed["token"]]
+    assert not any(secret in str(acts) for secret in secrets), "no secret is written down"
     assert (await admin.get("/api/v1/audit?last=1")).json()["acts"] == acts[-1:]
     reader = built.admin.create_key("reader", ["infer", "metrics"], None)["key"]
     async with client(built, reader) as one:
