@@ -11,6 +11,7 @@ from typing import cast
 import structlog
 
 from node.agent.enrollment import explain_unreachable
+from node.agent.host_dialer import dial_host
 from node.agent.identity import proves_coordinator
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES
 from wire.link.endpoint import LinkEndpoint
@@ -99,8 +100,7 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], Coor
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
         _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: cast("asyncio.Protocol", make(address)),
-            host.strip("[]"),
-            int(port),
+            sock=await dial_host(host.strip("[]"), int(port)),
             ssl=context,
             server_hostname="",
             ssl_handshake_timeout=DIAL_TIMEOUT_SECONDS,

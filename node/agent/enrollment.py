@@ -23,6 +23,7 @@ from typing import TypeVar
 import structlog
 from msgspec.structs import replace
 
+from node.agent.host_dialer import dial_host
 from node.agent.identity import (
     IdentityError,
     IdentityMismatch,
@@ -290,7 +291,8 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
+            line = await dial_host(host, port)
+            reader, writer = await asyncio.open_connection(sock=line, ssl=context, server_hostname="")
         yield _EnrollConnection(reader, writer)
     except ssl.SSLError as error:
         reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason or error

@@ -9,6 +9,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
+from node.agent.host_dialer import dial_host
 from node.agent.identity import proves_coordinator
 from node.hub.child_messages import ClusterFiles
 from node.hub.relay_join import RelayAnswer, RelayRefusedError, build_join, split_address
@@ -63,8 +64,7 @@ class RelayListener:
         async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
             transport, waiting = await loop.create_connection(
                 lambda: _WaitingConnection(self._create_server_protocol),
-                host,
-                port,
+                sock=await dial_host(host, port),
                 ssl=context,
                 server_hostname="",
                 ssl_handshake_timeout=DIAL_TIMEOUT_SECONDS,
