@@ -4,6 +4,7 @@ Property tests use other examples each day: their seed is the date, or `HYPOTHES
 Failed examples are kept in .hypothesis/ and tried first.
 """
 
+import asyncio
 import gc
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from host.event_loop import MonotonicLoop
 from host.imports import import_structlog
 from tests import models
 from tests.effort import IS_NIGHTLY, SEED, deal_slow_modules, scale_examples
@@ -99,6 +101,11 @@ def cluster_pool() -> Iterator[Pool]:
 def tiny_model() -> Callable[..., Path]:
     """Return `tests.models.path`."""
     return models.path
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run asynchronous tests on the event loop of the product, which differs from asyncio's in options and errors."""
+    return {"product": MonotonicLoop}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -493,7 +493,8 @@ async def test_tokens_of_a_failed_answer_are_counted_after_its_first_byte(server
 
 async def test_a_stream_that_ends_before_its_first_event_is_one_error(key_file: Path):
     async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.lower().partition(b"content-length:")[2].split()[0]))
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + b'data: {"choices"')
         await writer.drain()
         writer.close()

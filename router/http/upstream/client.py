@@ -187,7 +187,8 @@ class UpstreamClient:
         except httpx2.ConnectError as error:
             raise self.build_error(f"cannot be reached: {self._clean(str(error)) or 'no connection'}") from None
         except (httpx2.HTTPError, httpx2.StreamError) as error:
-            raise self.build_error(f"broke the connection ({type(error).__name__})") from None
+            reason = self._clean(str(error))
+            raise self.build_error(f"broke the connection{reason and f': {reason}'}") from None
 
     def build_error(
         self,

@@ -5,7 +5,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -343,9 +343,7 @@ async def test_a_reader_that_does_not_read_loses_its_stream_alone():
         head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {cluster.key}\r\n"
         writer.write(head.encode() + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         await until(lambda: node.reserved)
-        transport = writer.transport
-        assert isinstance(transport, asyncio.Transport)
-        transport.pause_reading()
+        cast("asyncio.Transport", writer.transport).pause_reading()
         request = next(iter(node.reserved))
         async with asyncio.timeout(20):
             while not any(isinstance(frame, Cancel) for frame in node.heard):

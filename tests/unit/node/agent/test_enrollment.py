@@ -76,8 +76,11 @@ async def test_a_token_enrolls_a_node_at_the_coordinator(tmp_path: Path) -> None
         assert identity.addresses == (door.address,)
         assert [row.node for row in door.joined] == [identity.node]
         assert await proves_itself(identity, door.address)
-        await door.until(lambda: bool(door.peers))
-        assert door.peers[0].node == identity.node
+        context = create_client_context(identity)
+        reader, writer = await asyncio.open_connection("127.0.0.1", door.port, ssl=context, server_hostname="")
+        assert await reader.read() == b"known"
+        assert door.peers[-1].node == identity.node
+        writer.close()
 
 
 async def test_the_private_key_is_private(tmp_path: Path) -> None:

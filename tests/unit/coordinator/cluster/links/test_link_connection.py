@@ -164,8 +164,8 @@ async def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.TimerHandle
     loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
     call_later = loop.call_later
 
-    def record(delay: float, *call: Any) -> asyncio.TimerHandle:
-        timer = call_later(delay, *call)
+    def record(delay: float, *call: Any, **options: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay, *call, **options)
         if delay == link_connection.UNLINKED_TIMEOUT_SECONDS and "_abort_too_slow" in repr(call):
             timers.append(timer)
         return timer
