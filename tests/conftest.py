@@ -103,6 +103,7 @@ def tiny_model() -> Callable[..., Path]:
     return models.path
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run asynchronous tests on the event loop of the product, which differs from asyncio's in options and errors."""
     return {"product": MonotonicLoop}
