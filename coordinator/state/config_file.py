@@ -103,11 +103,15 @@ def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "")
 def redact_value(key: str, value: object) -> object:
     """Return the value of the setting `key` for output.
 
-    Of a URL that may contain a secret, return only scheme and host, or `HIDDEN` if the URL has no scheme or host.
+    Of a URL that may contain a secret, return only scheme and host. Return `HIDDEN` if the URL is not valid, or has no
+    scheme or host.
     """
     if key not in URL_SETTINGS or not value:
         return value
-    parts = urlsplit(str(value))
+    try:
+        parts = urlsplit(str(value))
+    except ValueError:  # such as a bracket that is not closed
+        return HIDDEN
     return f"{parts.scheme}://{parts.hostname}/…" if parts.scheme and parts.hostname else HIDDEN
 
 

@@ -251,9 +251,9 @@ def test_running_settings_are_compared_with_the_file_except_overrides():
 
 def test_config_show_hides_secrets_in_urls():
     assert redact_value("alerts.webhook_url", "opensesame") == "(set, not shown)"
-    assert [redact_value("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x")] == [
+    assert [redact_value("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x", "https://[bad/x")] == [
         "(set, not shown)"
-    ] * 2
+    ] * 3
     assert redact_value("alerts.webhook_url", "") == ""
     assert redact_value("http.tls_key_file", "/etc/key.pem") == "/etc/key.pem"
     assert (
