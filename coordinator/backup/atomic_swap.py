@@ -91,8 +91,7 @@ def finish_swap(folder: Path) -> bool:
         if os.path.lexists(staged / name):
             _move_aside(folder / name, aside)
             (staged / name).rename(folder / name)
-    _sync(folder)
-    _sync(aside)
+    _sync(folder)  # with `aside`
     (staged / COMMIT).unlink()
     shutil.rmtree(staged, ignore_errors=True)
     if not any(aside.iterdir()):

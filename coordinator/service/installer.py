@@ -234,7 +234,6 @@ def _install_wired_job(host: ServiceHost, megabytes: int) -> list[str]:
     wanted = launchd.render_property_list(launchd.build_wired_job(megabytes))
     if read_existing_unit(host, host.wired_unit).text == wanted:
         return []
-    _check_unit(host, wanted)
     host.unload_unit(WIRED_LABEL)
     _write_unit(host, host.wired_unit, wanted)
     host.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))

@@ -12,6 +12,7 @@ import pytest
 
 from host import private_files
 from host.private_files import create_private_folder, sync_descriptor, sync_tree, write_private
+from tests.support.sync_log import SyncLog
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,12 @@ def test_a_tree_is_written_to_the_disk_with_its_subfolders(tmp_path: Path, monke
     expected = [path.stat()[1:3] for path in (*files, tmp_path, tmp_path / "a", tmp_path / "a/b")]
     assert sorted(synced) == sorted(expected)
     assert synced[-1] == tmp_path.stat()[1:3], "a folder follows its entries"
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    syncs = SyncLog(monkeypatch)
+    write_private(tmp_path / "file", b"secret")
+    assert (syncs.unsynced_content, syncs.unsynced_folders) == ([], [])
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -46,6 +46,7 @@ from coordinator.video.store import VideoStore
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from tests.support.former_backup import in_former_format
+from tests.support.sync_log import SyncLog
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -680,13 +681,34 @@ def test_a_backup_that_the_disk_does_not_take_leaves_nothing(
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BackupError, match=r"no backup was made: .*No space left"):
+        create_backup(home[0], tmp_path / "b")
+    assert {one.name for one in tmp_path.iterdir()} == {"home"}
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         create_backup(home[0], tmp_path / "b")
     assert {one.name for one in tmp_path.iterdir()} == {"home"}
     (tmp_path / "file").touch()
     with pytest.raises(BackupError, match="file/b cannot be written: Not a directory"):
         create_backup(home[0], tmp_path / "file" / "b")
+
+
+def test_a_backup_and_a_restore_are_on_the_disk_before_they_get_their_names(
+    home: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(tmp_path / "other", "lab")
+    syncs = SyncLog(monkeypatch)
+    file = create_backup(home[0], tmp_path / "b").file
+    assert (syncs.unsynced_content, syncs.unsynced_folders) == ([], [])
+    done = restore(file, tmp_path / "other", NOW, replace=True)
+    assert done.aside is not None
+    installed = [path for path in syncs.unsynced_content if not path.is_relative_to(done.aside)]
+    staging = tmp_path / "other" / RESTORING  # deleted after the restore
+    assert (installed, [folder for folder in syncs.unsynced_folders if folder != staging]) == ([], [])
 
 
 def test_a_target_that_cannot_be_read_is_a_clear_error(

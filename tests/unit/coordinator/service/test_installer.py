@@ -1,12 +1,14 @@
 """Install, repair, refuse, undo, uninstall: with stand-ins of service managers that answer as the real ones do."""
 
 import dataclasses
+import itertools
 import json
 import os
 import plistlib
 import pwd
 import stat
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account, find_group_name
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
+from tests.support.sync_log import SyncLog
 
 USER = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
 BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
@@ -49,7 +52,7 @@ def test_installed_twice_is_installed_once(tmp_path: Path, platform: str):
     assert standing.running
     assert host.unit.read_text() == host.render_unit(wanted)
     assert stat.S_IMODE(host.unit.stat().st_mode) == 0o644
-    assert any(str(host.unit) in one for one in done)
+    assert f"wrote {host.unit}" in done
     before = calls(tmp_path)
     assert ("launchctl enable system/org.macpool" if host.mac else "systemctl enable macpool.service") in before
     again, after = install(host, wanted)
@@ -72,6 +75,7 @@ def test_install_repairs_an_incomplete_installation(tmp_path: Path, platform: st
         host.unit.with_name(f".{host.unit.name}.new").write_text("half")
     done, standing = install(host, wanted)
     assert done
+    assert (f"renewed {host.unit}" in done) is (missing == "changed")
     assert standing.running
     assert host.unit.read_text() == host.render_unit(wanted)
     assert not host.unit.with_name(f".{host.unit.name}.new").exists()
@@ -116,7 +120,8 @@ def test_all_folders_above_a_new_state_folder_belong_to_the_user(tmp_path: Path,
     made = [state, *state.parents[:2]]
     assert [(path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) for path in made] == [(USER.pw_uid, 0o700)] * 3
     assert state.parents[2].stat().st_uid == os.geteuid(), "a folder that exists keeps its owner"
-    assert done[0] == f"created {state}"
+    assert done[: 1 + host.mac] == [f"created {state}", f"created {host.logs}"][: 1 + host.mac]
+    assert not host.mac or (host.logs.stat().st_uid, stat.S_IMODE(host.logs.stat().st_mode)) == (USER.pw_uid, 0o700)
 
 
 @BOTH
@@ -173,7 +178,8 @@ def test_install_is_rolled_back_if_the_service_does_not_start(tmp_path: Path, pl
         install(host, wanted, timeout_seconds=0.3)
     assert caught.value.code == 7
     assert platform == "linux" or "the port is taken" in str(caught.value)
-    assert not host.unit.exists()
+    assert f"; its last exit: {'1' if host.mac else 'exit-code 1'}" in str(caught.value)
+    assert list(host.unit.parent.iterdir()) == []
     assert not host.read_state().loaded
 
 
@@ -186,6 +192,44 @@ def test_a_service_that_restarts_again_and_again_does_not_run(tmp_path: Path, pl
     assert not host.unit.exists()
 
 
+def test_a_unit_that_launchd_or_its_linter_refuses_is_not_installed(tmp_path: Path):
+    host = manager(tmp_path, "darwin")
+    with pytest.raises(ServiceError, match="the unit is not valid: 'python' is not absolute") as refused:
+        install(host, plan(tmp_path, python="python"))
+    linted = dataclasses.replace(host, tools={**host.tools, "plutil": "/bin/false"})
+    with pytest.raises(ServiceError, match=r"plutil -lint .*\.org\.macpool\.plist\.new failed with 1") as failed:
+        install(linted, plan(tmp_path))
+    assert (refused.value.code, failed.value.code) == (1, 1)
+    assert not host.unit.exists()
+    assert calls(tmp_path) == []
+
+
+@BOTH
+def test_a_unit_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, platform: str, monkeypatch: pytest.MonkeyPatch):
+    syncs = SyncLog(monkeypatch)
+    install(manager(tmp_path, platform), plan(tmp_path))
+    assert syncs.unsynced_folders, "a rename was recorded"
+    assert syncs.unsynced_content == []
+
+
+def test_a_service_must_keep_one_process_for_three_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each call of the clock returns a second more, and each of the first calls of systemctl a new process."""
+    monkeypatch.undo()  # the real `STEADY_SECONDS`
+    monkeypatch.setattr(installer, "POLL_INTERVAL_SECONDS", 0.0)
+    counter, tool = tmp_path / "counter", tmp_path / "systemctl"
+    tool.write_text(
+        f"#!/bin/sh\necho >> {counter}\ncount=$(wc -l < {counter})\n"
+        'echo LoadState=loaded; echo ActiveState=active; echo "MainPID=$((count < 3 ? count : 3))"\n'
+    )
+    tool.chmod(0o700)
+    host = ServiceHost("linux", tmp_path, {"systemctl": str(tool)})
+    monkeypatch.setattr(time, "monotonic", itertools.count().__next__)
+    for timeout_seconds, expected in ((45.0, 6), (8.0, 5)):
+        counter.unlink(missing_ok=True)
+        assert installer.wait_until_running(host, timeout_seconds).pid == 3
+        assert len(counter.read_text()) == expected, "the third call and those of 3 s, or of a quarter of the timeout"
+
+
 @BOTH
 def test_failed_change_restarts_the_former_service(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
@@ -196,6 +240,7 @@ def test_failed_change_restarts_the_former_service(tmp_path: Path, platform: str
     (tmp_path / "bin" / "broken").unlink()
     assert host.unit.read_text() == host.render_unit(wanted)
     assert host.read_state().running
+    assert [one.name for one in host.unit.parent.iterdir()] == [host.unit.name]
 
 
 def test_restart_under_launchd_does_not_kill_the_service(tmp_path: Path):
@@ -221,7 +266,8 @@ def test_a_job_that_launchd_does_not_unload_is_an_error_with_the_next_step(
 
 @BOTH
 @pytest.mark.parametrize(
-    "what", ["foreign", "link", "folder", "other owner", "other user", "other state", "state of another"]
+    "what",
+    ["foreign", "link", "folder", "other owner", "other user", "other state", "state of another", "state of root"],
 )
 def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: str, what: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
@@ -242,7 +288,8 @@ def test_files_of_another_user_are_refused_and_kept(tmp_path: Path, platform: st
     elif what == "other state":
         host.unit.write_text(host.render_unit(plan(tmp_path, state="/var/other")))
     elif os.geteuid() == 0:
-        os.chown(wanted.state, 1, 1)
+        owner = 0 if what == "state of root" else 1
+        os.chown(wanted.state, owner, owner)
     else:
         wanted = plan(tmp_path, user="nobody")
     before = host.unit.read_bytes() if host.unit.is_file() else b""

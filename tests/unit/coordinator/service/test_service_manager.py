@@ -78,6 +78,15 @@ def test_a_service_that_is_not_loaded_is_not_unloaded(tmp_path: Path, platform: 
     assert not made.read_state().loaded
 
 
+def test_a_bootout_that_launchd_refuses_is_an_error(tmp_path: Path):
+    tool = tmp_path / "launchctl"
+    tool.write_text("#!/bin/sh\necho out; echo Boot-out failed: 5 >&2; exit 5\n")
+    tool.chmod(0o700)
+    with pytest.raises(ServiceError, match=r"^launchctl bootout failed with 5: Boot-out failed: 5$") as refused:
+        ServiceHost("darwin", tmp_path, {"launchctl": str(tool)}).unload_unit()
+    assert refused.value.code == 1
+
+
 def test_find_account_has_the_ids_and_the_home_of_the_user():
     users = [user for user in pwd.getpwall() if user.pw_uid]
     user = next((user for user in users if user.pw_uid != user.pw_gid), users[0])
