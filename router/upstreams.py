@@ -68,7 +68,7 @@ def _find_url_fault(url: str) -> str:
         return f"is not valid: {error}"
     if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
         return "must be https://HOST/v1"
-    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+    if parts.username is not None or parts.query or parts.fragment:
         return "must have no user, password, query or fragment: write the key into key_file"
     if parts.scheme == "http" and not _is_loopback(host):
         return f"must be https, because its key and prompts could be read on the way to {host}"

@@ -83,7 +83,7 @@ class SwapTurns:
     def _send_request(self, action: SendRequest, entries: Iterable[QueuedRequest[ActiveRequest]]) -> None:
         """Send the request of a turn to its node, and remove it from the queue if it was sent."""
         entry = next((entry for entry in entries if entry.item.number == action.turn.request), None)
-        if entry is None or entry.item.entry is not entry:
+        if entry is None:
             return
         if self._assignment.start_attempt(entry.item, action.candidate, action.candidate.need):
             self._ledger.mark_turn_sent(action.turn)
