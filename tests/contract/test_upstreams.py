@@ -522,8 +522,8 @@ STREAM: Any = {"model": "coder", "messages": MESSAGES, "stream": True}
 class Fixed:
     """Upstream that answers each request with the same events, sent in one write. Without `ends`, no answer ends."""
 
-    def __init__(self, events: bytes, *, ends: bool = True) -> None:
-        self._answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    def __init__(self, events: bytes, *, kind: bytes = b"text/event-stream", ends: bool = True) -> None:
+        self._answer = b"HTTP/1.1 200 OK\r\ncontent-type: %s\r\ntransfer-encoding: chunked\r\n\r\n" % kind
         self._answer += b"%x\r\n%s\r\n" % (len(events), events) + (b"0\r\n\r\n" if ends else b"")
         self._writer: asyncio.StreamWriter | None = None
         self.connections = 0
@@ -582,6 +582,19 @@ async def test_token_counts_before_the_last_chunk_are_kept():
         assert (await Call(cluster, STREAM).run()).status == 200
         totals = cluster.dispatcher.counters.upstreams["home"]
         assert (totals.prompt_tokens, totals.completion_tokens) == (7, 5)
+
+
+async def test_an_answer_has_at_most_the_allowed_bytes(monkeypatch: pytest.MonkeyPatch):
+    answer = b'{"choices": [{"index": 0, "message": {"role": "assistant", "content": "Far"}}]}'
+    body = {**STREAM, "stream": False}
+    for limit, status, outcome in ((len(answer), 200, "ok"), (len(answer) - 1, 502, "failed")):
+        monkeypatch.setattr("router.http.upstream.forward.MAX_ANSWER_BYTES", limit)
+        async with Fixed(answer, kind=b"application/json").served() as cluster:
+            call = await Call(cluster, body).run()
+            assert (call.status, counts(cluster)) == (status, {outcome: 1})
+            assert status == 200 or call.error["message"].startswith(
+                f"the upstream home sent an answer of more than {limit} bytes"
+            )
 
 
 async def test_a_cancelled_call_ends_its_connection_to_the_upstream():

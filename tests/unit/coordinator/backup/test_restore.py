@@ -130,6 +130,8 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
 ) -> None:
     new, old = shows(tmp_path / "home")[0], cluster(tmp_path / "lab", "lab")
     rename, finished, left = Path.rename, list[bool](), 0
+    damaged = saved.with_name("damaged")
+    damaged.write_bytes(saved.read_bytes()[:-1] + b"x")
 
     def counted(self: Path, target: Path) -> Path:
         nonlocal left
@@ -151,6 +153,8 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
         else:
             with pytest.raises(RestoreError, match=r"has (this|another) cluster"):
                 restore(saved, state, NOW)
+            with pytest.raises(RestoreError, match="is damaged"):
+                restore(damaged, state, NOW, replace=True)
         found = shows(state)[0]
         assert found in (old, new)
         finished.append(found == new)

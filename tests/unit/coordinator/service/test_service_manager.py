@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.service import service_manager
+from coordinator.service.plan import STOP_TIMEOUT_SECONDS
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account
 from tests.support.managers import calls, manager
 
@@ -76,6 +77,10 @@ def test_a_service_that_is_not_loaded_is_not_unloaded(tmp_path: Path, platform: 
     made.unload_unit()
     assert [line.split()[:2] for line in calls(tmp_path)] == ([["launchctl", "bootout"]] if made.mac else [])
     assert not made.read_state().loaded
+
+
+def test_launchd_may_kill_the_service_before_an_unload_fails():
+    assert service_manager.UNLOAD_TIMEOUT_SECONDS >= STOP_TIMEOUT_SECONDS + 10
 
 
 def test_a_bootout_that_launchd_refuses_is_an_error(tmp_path: Path):

@@ -183,6 +183,11 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
         "PYTHONUNBUFFERED=1",
     ]
     assert (service["Group"], service["WorkingDirectory"], service["RestartSec"]) == ("staff", "/var/pool", "10")
+    assert (service["Type"], service["KillMode"]) == ("exec", "mixed"), "only the coordinator gets the stop signal"
+    assert service["RestrictAddressFamilies"].split() == ["AF_UNIX", "AF_INET", "AF_INET6", "AF_NETLINK"]
+    assert unit["Unit"]["After"] == unit["Unit"]["Wants"] == ["network-online.target"]
+    assert unit["Unit"]["StartLimitIntervalSec"] == ["0"], "systemd never gives up"
+    assert unit["Install"] == {"WantedBy": ["multi-user.target"]}
 
 
 def test_special_characters_of_a_home_folder_are_not_expanded_by_systemd():

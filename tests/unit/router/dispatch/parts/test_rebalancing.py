@@ -86,6 +86,16 @@ async def test_rebalanced_requests_are_not_moved_again(joining: Cluster):
         assert on(joining, tickets, B) == moved, "it has prompts to read itself"
 
 
+async def test_one_pass_judges_a_bounded_number_of_requests(joining: Cluster, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rebalancing, "MAX_JUDGED", 1)
+    tickets = batch(joining)
+    comes(joining)
+    assert on(joining, tickets, B) == [ROWS]
+    joining.speak()  # its prompt is prefilled, and the node is idle again
+    comes(joining)
+    assert on(joining, tickets, B) == [ROWS, ROWS + 1]
+
+
 async def test_request_is_rebalanced_once(joining: Cluster):
     tickets = batch(joining)
     comes(joining)
@@ -147,7 +157,7 @@ def test_find_idle_nodes_needs_a_free_row_and_no_open_prefill(
     assert rebalancing.find_idle_nodes(view, ledger) == ({"tiny": view, "other": view} if free else {})
 
 
-def test_list_movable_requests_is_oldest_first():
+def test_list_movable_requests_is_oldest_first(monkeypatch: pytest.MonkeyPatch):
     job = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
     tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
@@ -161,6 +171,10 @@ def test_list_movable_requests_is_oldest_first():
         2,
         3,
     ]
+    with monkeypatch.context() as patch:
+        patch.setattr(rebalancing, "MAX_EXAMINED", 3)
+        movable = rebalancing.list_movable_requests(tickets, 100.1 + rebalancing.MIN_GAIN_SECONDS)
+        assert [one.number for one in movable] == [0, 1, 2]
     speak(tickets[0], 101.0)
     send(tickets[1], "a", 2)
     tickets[2] = ActiveRequest(job, WeightedKey("k"), 2, 100.0)

@@ -205,3 +205,14 @@ async def test_a_full_node_that_refused_a_request_gets_it_again_after_its_next_r
     for one in (*held, request):
         cluster.dispatcher.close(one)
     cluster.settled()
+
+
+async def test_a_retry_without_room_is_not_recorded_as_a_decision(two: Cluster) -> None:
+    full(two, A, B)
+    request = two.submit()
+    for _ in range(3):
+        full(two, A, B)
+        await turn()
+    assert request.state is RequestState.QUEUED
+    assert len(two.dispatcher.history.find_decisions(request.spec.request_id)) == 1
+    two.dispatcher.close(request)
