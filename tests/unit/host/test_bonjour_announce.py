@@ -111,11 +111,17 @@ async def test_only_other_addresses_are_announced_again_after_the_old_ones_are_w
     for _ in range(5):
         await asyncio.sleep(0)
     assert (network.count("open"), announced.ready.is_set()) == (1, True), "unknown addresses are those of before"
-    network.addresses = ["10.0.0.8"]
+    network.addresses = ["10.0.0.8", "10.0.0.7"]
     await network.until(lambda: network.count("register") == 2)
-    assert [call[0] for call in network.calls] == ["open", "register", "unregister", "close", "open", "register"]
+    network.addresses.reverse()
+    await network.until(lambda: network.count("register") == 3)
+    assert [record.parsed_addresses() for record in network.records[1:]] == [
+        ["10.0.0.8", "10.0.0.7"],
+        ["10.0.0.7", "10.0.0.8"],
+    ], "the best address is the first one"
+    assert [call[0] for call in network.calls[:6]] == ["open", "register", "unregister", "close", "open", "register"]
     network.addresses = []
-    await network.until(lambda: network.count("close") == 2)
+    await network.until(lambda: network.count("close") == 3)
     assert not announced.ready.is_set()
     await announced.close()
     calls = len(network.calls)

@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -213,6 +214,16 @@ def test_a_line_for_a_terminal_is_short_and_harmless():
     assert line[2] == line[5] == ":"
     assert line[8:] == r"  warning  node gone  node=studio  reason='\x1b[2Jstopped'"
     assert len(line) < 80
+
+
+@pytest.mark.parametrize(("zone", "hour"), [("UTC0", "03"), ("EAST-9", "12")])
+def test_the_time_of_a_line_for_a_terminal_is_local(monkeypatch: pytest.MonkeyPatch, zone: str, hour: str):
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", zone)
+        time.tzset()
+        line = render_terminal_line(None, "", {"timestamp": "2026-11-23T03:37:02Z", "event": "x"})
+    time.tzset()
+    assert line.startswith(f"{hour}:37:02")
 
 
 def test_a_line_for_a_terminal_ends_with_its_exception():

@@ -62,6 +62,7 @@ def test_what_cannot_be_read_is_not_known(error: Exception):
 
     assert read_power("linux", battery=fails) == PowerState()
     assert read_power("darwin", lambda _: "", fails) == PowerState()
+    assert read_power("darwin", lambda _: IOREG, fails) == PowerState(idle_s=62.017345875), "the tool still counts"
 
 
 @pytest.mark.parametrize(("status", "idle"), [(0, 62.017345875), (1, None)])

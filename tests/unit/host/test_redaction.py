@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 
 from host import log_setup
 from host.log_dedup import BURST_EVENTS, MAX_SUBJECTS, WINDOW_SECONDS, LogDeduplicator
-from host.redaction import HIDDEN, format_exception, hide_secrets, hide_secrets_in_line, redact_fields
+from host.redaction import (
+    HIDDEN,
+    MAX_MESSAGE_CHARS,
+    format_exception,
+    hide_secrets,
+    hide_secrets_in_line,
+    redact_fields,
+)
 from router.admission.api_keys import new_key
 from wire.join_token import new_token
 
@@ -114,6 +121,21 @@ def test_an_exception_has_its_cause_its_lines_and_a_bounded_message():
     assert message == "KeyError from ValueError: " + ("'a \\n b" + "x" * 400)[:300]
     assert re.fullmatch(r"test_redaction\.py:\d+ test_an_exception_\w+", where)
     assert hidden == "KeyError from ValueError: [hidden]\n"
+
+
+def test_no_part_of_a_secret_is_left_at_the_end_of_a_long_message():
+    error = ValueError("x" * (MAX_MESSAGE_CHARS - 9) + " " + KEY)
+    assert KEY[:5] not in format_exception((ValueError, error, None), private=False)
+
+
+def test_an_exception_that_was_only_being_handled_is_not_the_cause():
+    try:
+        try:
+            fail("first")
+        except ValueError:
+            {}["k"]
+    except KeyError as error:
+        assert format_exception((type(error), error, None), private=False) == "KeyError: 'k'\n"
 
 
 @pytest.mark.parametrize("event", ["prepare", "grammar", "text"])

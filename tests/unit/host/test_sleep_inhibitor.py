@@ -36,6 +36,8 @@ def test_the_inhibitor_is_started_once_and_ended(monkeypatch: pytest.MonkeyPatch
     assert not awake.held
     assert child is not None
     assert not psutil.pid_exists(child)
+    assert awake.pid is None
+    awake.set_held(False)
 
 
 def test_an_ended_one_is_held_again():

@@ -25,6 +25,7 @@ def test_https_and_loopback_are_allowed(url: str):
         ("https://a b/v1", "must be https://HOST/v1"),
         ("https://me:pw@example.com/v1", "must have no user, password, query or fragment: write the key into key_file"),
         ("https://example.com/v1?key=1", "must have no user, password, query or fragment: write the key into key_file"),
+        ("https://example.com/v1#key", "must have no user, password, query or fragment: write the key into key_file"),
         ("https://example.com:99999/v1", "is not valid: Port out of range 0-65535"),
     ],
 )

@@ -165,6 +165,16 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
     assert len(finished) > 5
 
 
+def test_videos_without_a_cluster_are_moved_aside(saved: Path, tmp_path: Path) -> None:
+    clip = tmp_path / "state" / "videos" / "video_x" / "video.mp4"
+    clip.parent.mkdir(parents=True)
+    clip.write_bytes(b"of another cluster")
+    done = restore(saved, tmp_path / "state", NOW)
+    assert done.aside is not None
+    assert (done.aside / "videos" / "video_x" / "video.mp4").read_bytes() == b"of another cluster"
+    assert not (tmp_path / "state" / "videos").exists()
+
+
 def test_a_database_without_its_row_belongs_to_no_cluster(saved: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "home" / "cluster.db")) as connection, connection:
         connection.execute("DELETE FROM meta")

@@ -106,6 +106,8 @@ def test_changes_of_a_key_are_in_force_at_once_and_after_a_restart(office: Offic
     assert office.ring.check(text) is not None
     assert office.admin.set_key_limits(made["id"], KeyLimits())
     assert office.store.keys[made["id"]].limits is None
+    assert office.admin.set_key_expiry(made["id"], 0.0)
+    assert office.ring.check(text) is None, "it expires now, and not never"
 
 
 def test_an_unknown_key_is_not_changed(office: Office):
