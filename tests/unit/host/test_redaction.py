@@ -128,16 +128,6 @@ def test_no_part_of_a_secret_is_left_at_the_end_of_a_long_message():
     assert KEY[:5] not in format_exception((ValueError, error, None), private=False)
 
 
-def test_an_exception_that_was_only_being_handled_is_not_the_cause():
-    try:
-        try:
-            fail("first")
-        except ValueError:
-            {}["k"]
-    except KeyError as error:
-        assert format_exception((type(error), error, None), private=False) == "KeyError: 'k'\n"
-
-
 @pytest.mark.parametrize("event", ["prepare", "grammar", "text"])
 def test_no_message_is_kept_of_an_exception_about_a_clients_text(log_file: Path, event: str):
     try:

@@ -72,6 +72,18 @@ def test_a_database_is_private_and_durable(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert connection.execute("PRAGMA synchronous").fetchone() == (2,)
         assert connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        for name in ("fullfsync", "checkpoint_fullfsync"):
+            assert connection.execute(f"PRAGMA {name}").fetchone() == (1,), "macOS writes to the medium"
+
+
+def test_a_database_with_wrong_counts_is_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "x.db"
+    create(path, FIRST)
+    with path.open("r+b") as file:
+        file.seek(36)  # the number of free pages
+        file.write((5).to_bytes(4, "big"))
+    with pytest.raises(StoreError, match=r"(?s)x\.db is damaged \(.*should be 5\): restore a backup or move it away"):
+        open_database(path, (FIRST,))
 
 
 def test_a_newer_schema_is_named_with_both_versions(tmp_path: Path) -> None:
