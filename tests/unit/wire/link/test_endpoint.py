@@ -1,11 +1,12 @@
 """One end of a link, driven without a socket."""
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from wire.codec import MAX_PLAIN_BYTES, Splitter, decode, encode
+from wire.codec import MAX_PLAIN_BYTES, Splitter, decode, encode, split_into_fragments
 from wire.frames import Cancel, Channel, Delta, Deltas, Generate, GenerationParams, Message, Ping
 from wire.link import endpoint
 from wire.link.endpoint import COALESCE_SECONDS, IMMEDIATE_WRITES, LinkEndpoint
@@ -20,6 +21,7 @@ class Line:
         self.due: list[tuple[float, Callable[[], None]]] = []
         self.written: list[bytes] = []
         self.closing = False
+        self.socket: socket.socket | None = None
 
     def time(self) -> float:
         return self.now
@@ -59,7 +61,7 @@ class Line:
         assert high == endpoint.MAX_BUFFERED_BYTES
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
-        return default
+        return self.socket if name == "socket" and self.socket is not None else default
 
 
 def long_answer() -> Deltas:
@@ -67,8 +69,8 @@ def long_answer() -> Deltas:
 
 
 class End(LinkEndpoint):
-    def __init__(self, line: Line) -> None:
-        super().__init__(line)
+    def __init__(self, line: Line, **limits: int) -> None:
+        super().__init__(line, **limits)
         self.frames: list[object] = []
         self.reasons: list[str] = []
         self.connection_made(line)
@@ -85,6 +87,38 @@ def test_frames_come_out_as_they_went_in() -> None:
     end.data_received(encode(Ping(1)) + encode(Cancel(2))[:3])
     end.data_received(encode(Cancel(2))[3:])
     assert end.frames == [Ping(1), Cancel(2)]
+
+
+def test_a_tcp_connection_sends_at_once_and_keeps_few_unsent_bytes_in_the_kernel() -> None:
+    line, tcp = Line(), socket.socket()
+    other, unix = socket.socketpair()
+    with tcp, other, unix:
+        for line.socket in (tcp, unix):
+            End(line)
+        assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        unsent = tcp.getsockopt(socket.IPPROTO_TCP, endpoint.TCP_NOTSENT_LOWAT)
+        assert unsent == endpoint.MAX_BUFFERED_BYTES
+
+
+def test_each_end_joins_and_sends_fragments_up_to_its_own_limit() -> None:
+    line, limit = Line(), 3 * MAX_PLAIN_BYTES
+    end = End(line, longest_joined=limit, longest_sent=limit)
+    pieces = b"".join(split_into_fragments(encode(long_answer()), 1))
+    end.data_received(pieces)
+    for _ in range(2):
+        end.send(long_answer())
+    line.run(1.0)
+    assert end.frames == [long_answer()]
+    joined = Splitter(longest_joined=limit)
+    sent = [decode(*pair) for each in line.written for pair in joined.feed(each)]
+    assert sent == [long_answer()] * 2, "the second one waits for the first one"
+    narrow = End(Line(), longest_joined=limit // 2)
+    narrow.data_received(pieces)
+    narrow.connection_lost(None)
+    assert (narrow.frames, narrow.reasons) == (
+        [],
+        [f"the peer sent a fragments of more than {limit // 2} bytes in progress"],
+    )
 
 
 def test_a_breach_ends_the_connection_with_its_reason() -> None:
@@ -236,7 +270,8 @@ def test_gathered_frames_of_a_closed_connection_are_discarded() -> None:
         assert line.written == []
 
 
-def test_a_peer_that_reads_again_has_a_new_deadline() -> None:
+def test_a_peer_that_reads_again_has_a_new_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_UNSENT_BYTES", sum(len(encode(Ping(number))) for number in range(1000)))
     line = Line()
     end = End(line)
     for _ in range(3):
