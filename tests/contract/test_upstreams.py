@@ -638,17 +638,22 @@ async def test_a_client_that_does_not_read_is_no_fault_of_its_upstream(monkeypat
 
 async def test_time_of_a_slow_reader_is_not_time_of_the_upstream():
     upstream = Fixed(WORD, ends=False)
-    async with upstream.served(total_seconds=1.0) as cluster:
-        call = Call(cluster, STREAM)
+    whole = Fixed(b'{"choices": [{"index": 0}]}', kind=b"application/json")
+    async with upstream.served(total_seconds=1.0) as cluster, whole.served(total_seconds=1.0) as other:
+        call, plain_call = Call(cluster, STREAM), Call(other, {**STREAM, "stream": False})
         call.reading.clear()
+        plain_call.reading.clear()
 
         def read() -> None:
             call.reading.set()
+            plain_call.reading.set()
             upstream.finish(END)
 
         asyncio.get_running_loop().call_later(1.2, read)
-        assert (await call.run()).body.endswith(b"data: [DONE]" + EOE)
-        assert counts(cluster) == {"ok": 1}
+        await asyncio.gather(call.run(), plain_call.run())
+        assert call.body.endswith(b"data: [DONE]" + EOE)
+        assert json.loads(plain_call.body)["choices"] == [{"index": 0}]
+        assert counts(cluster) == counts(other) == {"ok": 1}
 
 
 async def test_token_counts_are_requested_only_from_an_upstream_that_knows_the_field():

@@ -13,8 +13,23 @@ from tests.unit.wire import field_order
 from tests.unit.wire.strategies import structs
 from wire import codec
 from wire.codec import Splitter, WireError, decode, decode_request_number, encode, split_into_fragments
-from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, GenerationParams, Message, Report
-from wire.report import EngineState, Memory
+from wire.frames import (
+    TAGS,
+    Cancel,
+    CountTokens,
+    Delta,
+    Deltas,
+    Embed,
+    EngineReport,
+    Fragment,
+    Frame,
+    Generate,
+    GenerationParams,
+    Message,
+    Report,
+    RestoreModels,
+)
+from wire.report import EngineState, Memory, Model
 
 FRAMES = st.one_of([structs(kind) for kind in TAGS.values()])
 PLAIN = st.one_of([structs(kind) for kind in TAGS.values() if kind is not Fragment])
@@ -28,6 +43,24 @@ def split(data: bytes, splitter: Splitter | None = None) -> list[Frame]:
 @given(PLAIN)
 def test_round_trip(frame: Frame) -> None:
     assert split(encode(frame)) == [frame]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Generate(1, 1, "r", "m", (Message("user", "x" * codec.MAX_REPORT_BYTES),), GenerationParams(), 0),
+        CountTokens(1, "m", (Message("user", "x" * codec.MAX_REPORT_BYTES),), 0),
+        Embed(1, 1, "r", "m", ("x" * codec.MAX_REPORT_BYTES,)),
+        EngineReport(Memory(), tuple(Model(f"{at:01000}") for at in range(codec.MAX_REPORT_BYTES // 1000)), 0, 0),
+        RestoreModels(("x" * 1000,) * (codec.MAX_REPORT_BYTES // 1000)),
+        Deltas((Delta(1, 0, (), ((0, "x" * codec.MAX_REPORT_BYTES),)),)),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+def test_frames_with_texts_of_clients_or_many_models_may_be_long(frame: Frame) -> None:
+    tag, body = codec.TAG_OF[type(frame)], encode(frame)[5:]
+    assert len(body) > codec.MAX_REPORT_BYTES
+    assert decode(tag, body) == frame
 
 
 @given(st.lists(PLAIN, max_size=6), st.integers(1, 97))

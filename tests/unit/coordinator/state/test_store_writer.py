@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,22 @@ async def test_more_than_the_maximum_of_waiting_changes_are_lost(
     writing.connection.failure = None
     writing.writer.close()
     assert writing.read() == ([0, 1, 2] if waiting == 3 else [])
+
+
+def test_a_loop_that_ended_before_its_flush_does_not_end_the_writing(writing: Writing):
+    goes_on = threading.Event()
+    writing.connection.on_success = goes_on.wait
+    writing.put(1)
+
+    async def flush() -> None:
+        writing.writer.flush()
+
+    asyncio.run(flush())
+    writing.put(2)
+    goes_on.set()
+    writing.writer.close()
+    assert (writing.read(), writing.deaths) == ([1, 2], [])
+    writing.writer.raise_failure()
 
 
 async def test_an_unexpected_error_is_reported_once_and_every_later_flush_fails(writing: Writing):

@@ -2,16 +2,21 @@
 
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
+from coordinator.models.wishes import Wish
 from coordinator.state import tables
 from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow, TokenRow
 from router.admission.usage import UsageTotals
 from tests.unit.coordinator.state.test_database import KEY
 from wire.identity import NodeId
+from wire.report import Hardware
 
 
 def read(folder: Path, query: str) -> list[tuple[Any, ...]]:
@@ -86,6 +91,24 @@ def test_deny_list_has_nodes_and_serials_apart_with_time_and_reason(tmp_path: Pa
         ("node:ab", 3.0, "removed"),
         ("serial:cd", 4.0, "renewed"),
     ]
+
+
+def test_a_row_that_is_put_again_is_the_new_one_after_a_restart(tmp_path: Path):
+    member = MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0)
+    token, wish = TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3), Wish("tiny")
+    store = Database(tmp_path)
+    for serial, uses, name, replicas in (("ab12", 3, "laptop", 1), ("cd34", 2, "desk", 2)):
+        store.members.put(replace(member, serial=serial))
+        store.tokens.put(replace(token, uses_left=uses))
+        store.keys.put(replace(KEY, name=name))
+        store.wishes.put(structs.replace(wish, replicas=replicas))
+        store.deny_list.add_serial("ff", float(replicas), name)
+    store.close()
+    store = Database(tmp_path)
+    assert (store.members[NodeId("n1")].serial, store.tokens["abcdefgh"].uses_left) == ("cd34", 2)
+    assert (store.keys[KEY.id].name, store.wishes["tiny"].replicas) == ("desk", 2)
+    store.close()
+    assert read(tmp_path, "SELECT * FROM denied") == [("serial:ff", 2.0, "desk")]
 
 
 def test_a_revoked_key_stays_on_the_disk_with_its_time(tmp_path: Path):
