@@ -70,6 +70,28 @@ async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, m
     await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_a_renewal_that_the_disk_refuses_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "RENEWAL_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(background, "CHANGE_CHECK_SECONDS", 0.01)
+    wall = Wall()
+    authority, endpoint = ClusterCa(tmp_path / "cluster", wall), HttpsCa(tmp_path / "https", (), wall)
+    shown, before = endpoint.validity, authority.renew_from
+    (tmp_path / "https").rename(tmp_path / "away")
+    wall.now += LEAF_VALIDITY_SECONDS
+    with capture_logs() as logs:
+        task = asyncio.create_task(renew_certificates(authority, endpoint))
+        async with asyncio.timeout(30):
+            while not any(entry["event"] == "certificate not renewed" for entry in logs):  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.01)
+    assert (authority.renew_from > before, task.done()) == (True, False)
+    (tmp_path / "away").rename(tmp_path / "https")
+    async with asyncio.timeout(30):
+        while endpoint.validity == shown:  # noqa: ASYNC110  as above
+            await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_certificates_are_renewed_soon_after_the_clock_was_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "CHANGE_CHECK_SECONDS", 0.01)
     wall = Wall()

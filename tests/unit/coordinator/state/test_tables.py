@@ -116,5 +116,9 @@ def test_a_revoked_key_stays_on_the_disk_with_its_time(tmp_path: Path):
     store.keys.put(KEY)
     assert store.keys.revoke(KEY.id, 7.0)
     assert KEY.id not in store.keys
+    assert store.keys.was_empty, "when the database was opened"
     store.close()
     assert read(tmp_path, "SELECT id, revoked FROM keys") == [(KEY.id, 7.0)]
+    store = Database(tmp_path)
+    assert (len(store.keys), store.keys.was_empty) == (0, False), "a cluster gets its first key only once"
+    store.close()

@@ -66,6 +66,9 @@ def test_files_that_cannot_be_used_leave_the_former_certificate(tmp_path: Path):
     key.write_bytes(certificate.read_bytes())
     files.renew()
     assert serve(files) != served
+    key.write_bytes(file.read_bytes())  # by mistake
+    with pytest.raises(AuthorityError, match="cannot be used: "):
+        files.renew()
 
 
 def test_an_encrypted_key_is_refused_without_a_question_for_its_passphrase(tmp_path: Path):

@@ -85,6 +85,7 @@ async def test_link_verifies_both_certificates(tmp_path: Path) -> None:
     ours = create_client_context(identity(authority, tmp_path / "n"))
     assert ours.verify_flags & authority.get_server_context().verify_flags & ssl.VERIFY_X509_STRICT
     assert not ours.check_hostname
+    assert authority.get_server_context().num_tickets == 0, "no link is resumed without a verification"
     greeting, at_node, at_coordinator = await shake(authority.get_server_context(), ours)
     assert greeting == b"hello"
     assert at_node.version() == "TLSv1.3"

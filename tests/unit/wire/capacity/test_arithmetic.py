@@ -209,6 +209,7 @@ def test_shed_of_an_unreadable_node_has_the_known_numbers():
     memory = Memory(cap=8 * GIB, ceiling=7 * GIB, margin=GIB, phys=9 * GIB, reserved=MIB, bound_by="setting")
     known = MemoryNumbers(10 * GIB + MIB, 7 * GIB, 9 * GIB, MIB, 0, GIB, 8 * GIB, -3 * GIB - MIB, "setting")
     assert build_shed_refusal(memory, GIB).numbers == known
+    assert build_shed_refusal(replace(memory, reusable=GIB), GIB).numbers == known, "reusable bytes are in use"
     assert build_shed_refusal(memory, GIB).code is RefusalCode.NO_ROOM
     blind = MemoryNumbers(None, 7 * GIB, None, MIB, 0, GIB, 8 * GIB, None, "setting")
     assert build_shed_refusal(replace(memory, phys=None), GIB).numbers == blind

@@ -180,3 +180,8 @@ def test_new_key_begins_at_the_lowest_prefill_count():
     assert reading.choose_next([*waiting, eve]) == CROWDED_PROMPTS + 1
     reading.count_prefilled(BOB, 5)
     assert reading.choose_next([*waiting, eve]) == CROWDED_PROMPTS + 2
+    zoe = WeightedKey("zoe")
+    reading.count_prefilled(zoe, 1000)  # without a waiting prompt
+    assert reading.choose_next([*waiting, zoe]) == CROWDED_PROMPTS + 1
+    reading.count_prefilled(BOB, 1)
+    assert reading.choose_next([*waiting, zoe]) == CROWDED_PROMPTS + 2

@@ -190,6 +190,19 @@ def test_arguments_that_are_too_long_name_the_call():
 
 
 def test_ignored_fields_and_options_are_named():
-    request, _ = asked(CHAT, messages=HELLO, keep_alive="5m", options={"num_ctx": 4096})
+    tools = [TOOL, {"type": "web_search"}]
+    request, job = asked(CHAT, messages=HELLO, keep_alive="5m", options={"num_ctx": 4096}, tools=tools)
     assert isinstance(request, OllamaRequest)
-    assert set(request.ignored) == {"keep_alive", "options.num_ctx"}
+    assert set(request.ignored) == set(job.ignored) == {"keep_alive", "options.num_ctx", "tools[1].type=web_search"}
+
+
+@pytest.mark.parametrize(("fields", "stream"), [({}, True), ({"stream": None}, True), ({"stream": False}, False)])
+def test_an_answer_is_streamed_unless_the_client_refuses(fields: dict[str, Any], stream: bool):
+    for route, prompt in ((CHAT, {"messages": HELLO}), (GENERATE, {"prompt": "hi"})):
+        assert asked(route, **prompt, **fields)[1].stream is stream
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repeat_penalty"])
+def test_only_penalties_that_are_sent_are_set(name: str):
+    _, job = asked(CHAT, messages=HELLO, options={name: 1.0})
+    assert job.set_penalties == {name.replace("repeat_", "repetition_")}

@@ -26,3 +26,9 @@ def test_a_long_document_is_cut_by_default_at_v2_only(
     _, job = asked(dialect, query="q", documents=["hi"], **fields)
     assert job.embed is not None
     assert (job.embed.truncate, job.embed.max_tokens) == (cuts, tokens)
+
+
+@pytest.mark.parametrize("dialect", [RerankRoute(), CohereRerankRoute()])
+def test_ignored_fields_are_named(dialect: Dialect) -> None:
+    _, job = asked(dialect, query="q", documents=["hi"], other=1)
+    assert job.ignored == ("other",)
