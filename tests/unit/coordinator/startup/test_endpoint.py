@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import socket
 import sqlite3
 import ssl
 import stat
@@ -17,10 +18,13 @@ import msgspec
 import pytest
 
 from coordinator.http.connection_slots import RESERVED_FILES, ConnectionSlots
-from coordinator.startup.endpoint import build_ready_facts
+from coordinator.http.listen import ListenerAddress
+from coordinator.startup.endpoint import Endpoint, build_ready_facts
 from coordinator.startup.options import RunOptions, check_options
 from coordinator.state.settings import AlertSettings, CoordinatorSettings, HttpSettings
 from coordinator.state.store_errors import StoreError
+from coordinator.tls.certificate_files import CertificateFiles
+from coordinator.tls.https_ca import HttpsCa
 from coordinator.tls.https_config import read_https_validity
 from coordinator.video.store import VideoStore
 from host.settings_loader import SettingsError
@@ -160,6 +164,15 @@ async def test_an_endpoint_without_keys_refuses_names_of_the_local_network(tmp_p
             named = await client.get("/v1/models", headers={"host": "mac.local"})
         assert (keyless.status_code, named.status_code) == ((200, 421) if anonymous else (401, 401))
         assert "api_key" not in build_ready_facts(made.endpoint, "mpj1.x", None)
+
+
+def test_an_endpoint_with_given_files_has_tls_without_an_authority_to_trust(tmp_path: Path):
+    HttpsCa(tmp_path, (), time.time)
+    files = CertificateFiles(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
+    with socket.socket() as listener:
+        addresses = ListenerAddress("https", "10.0.0.7", 8080), ListenerAddress("macpool", "10.0.0.7", 8081)
+        facts = build_ready_facts(Endpoint(listener, files, *addresses, ca_pem=""), "mpj1.x", None)
+    assert (facts["base_url"], facts["tls"], facts["trust"]) == ("https://10.0.0.7:8080/v1", True, None)
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ def test_sum_adds_the_days_of_each_key_and_selects_by_key_and_day(days: Days) ->
     assert days.list_tokens() == [("a", None, 30), ("b", None, 5)]
     assert days.list_tokens(key="a", daily=True) == [("a", "1970-04-11", 10), ("a", "1970-04-12", 20)]
     assert days.list_tokens(since="1970-04-12") == [("a", None, 20), ("b", None, 5)]
+    assert [days.history.sum(since=day)["since"] for day in ("", "1970-04-12")] == [None, "1970-04-12"]
 
 
 @pytest.mark.parametrize(("later", "expected"), [(USAGE_DAYS, 10 + CONFIRMING_DAYS), (USAGE_DAYS + 1, CONFIRMING_DAYS)])

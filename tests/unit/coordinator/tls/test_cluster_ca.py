@@ -18,6 +18,7 @@ from coordinator.tls.cluster_ca import (
     AuthorityError,
     CertificateRequestError,
     ClusterCa,
+    create_certificate_builder,
     extract_public_key,
     read_cluster_id,
     read_key_pair,
@@ -344,6 +345,33 @@ def test_certificates_of_no_member_of_this_cluster_prove_nothing(tmp_path: Path)
     assert authority.identify_signer(certificate, csr, proof) is None
     certificate, proof = prove(tmp_path / "one" / "coordinator.pem", csr)
     assert authority.identify_signer(certificate, csr, proof) is None, "it names no node"
+
+
+def test_a_certificate_that_only_names_a_member_proves_nothing(tmp_path: Path) -> None:
+    authority, key = ClusterCa(tmp_path, time.time), ec.generate_private_key(ec.SECP256R1())
+    csr, issuer = new_request("studio").csr, x509.load_der_x509_certificate(authority.ca).subject
+    uri = x509.UniformResourceIdentifier(build_node_uri(authority.cluster, NODE))
+    forged = (
+        create_certificate_builder("studio", key.public_key(), issuer, time.time(), 1000.0)
+        .add_extension(x509.SubjectAlternativeName([uri]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    proof = key.sign(build_rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+    assert authority.identify_signer(forged.public_bytes(Encoding.DER), csr, proof) is None
+
+
+def test_a_key_of_another_certificate_is_not_used(tmp_path: Path) -> None:
+    ClusterCa(tmp_path, time.time)
+    (key, _), (_, certificate) = (read_key_pair(tmp_path / f"{name}.pem") for name in ("coordinator", "authority"))
+    write_key_pair(tmp_path / "authority.pem", key, certificate)
+    with pytest.raises(AuthorityError, match=r"authority\.pem do not match: restore them from a backup"):
+        ClusterCa(tmp_path, time.time)
+
+
+def test_a_cluster_that_lost_its_authority_gets_no_new_one(tmp_path: Path) -> None:
+    with pytest.raises(AuthorityError, match=r"authority\.pem cannot be read .*restore it from a backup"):
+        ClusterCa(tmp_path, time.time, is_new_cluster=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_generation_is_sealed_by_the_authority_of_its_cluster_alone(tmp_path: Path) -> None:

@@ -178,6 +178,13 @@ def test_https_ca_is_stored_and_renews_when_due_or_for_new_names(tmp_path: Path)
     assert HttpsCa(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
 
 
+def test_the_handshake_has_the_authority_with_its_critical_constraints(tmp_path: Path):
+    made = endpoint(tmp_path)
+    _, authority = x509.load_pem_x509_certificates((tmp_path / "endpoint.pem").read_bytes())
+    assert authority.public_bytes(Encoding.PEM).decode() == made.ca_pem
+    assert authority.extensions.get_extension_for_class(x509.NameConstraints).critical
+
+
 def test_its_files_are_private(tmp_path: Path):
     endpoint(tmp_path)
     for name in ("endpoint.pem", "endpoint-authority.pem"):
