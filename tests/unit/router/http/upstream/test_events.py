@@ -106,6 +106,10 @@ def test_feed_refuses_a_large_event_that_arrives_at_once():
         EventReader().feed(line + line + b"\n")
     with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
         EventReader().feed(b"id: " + b"x" * MAX_EVENT_BYTES + b"\n\n")
+    largest = b"data:" + b"x" * (MAX_EVENT_BYTES - 5)
+    assert len(EventReader().feed(largest + b"\n\n")) == 1
+    with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
+        EventReader().feed(largest + b"x\n\n")
 
 
 def test_objects_and_their_choices_are_returned():
