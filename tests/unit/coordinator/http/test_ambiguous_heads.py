@@ -150,6 +150,28 @@ def test_a_head_is_taken_or_refused_with_its_reason(version: str, headers: list[
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (b"authorization", b"Bearer x"),
+        (b"content-encoding", b"identity"),
+        (b"content-length", b"5"),
+        (b"content-type", b"application/json"),
+        (b"expect", b"100-continue"),
+        (b"idempotency-key", b"a"),
+        (b"origin", b"https://a"),
+        (b"sec-fetch-site", b"none"),
+        (b"transfer-encoding", b"chunked"),
+        (b"x-request-id", b"a"),
+        (b"x-session-id", b"a"),
+    ],
+)
+def test_a_header_that_decides_about_a_request_stands_once(name: bytes, value: bytes):
+    head = [(b"host", b"a"), (name, value)]
+    assert find_problem("1.1", head) is None
+    assert find_problem("1.1", [*head, (name, value)]) == build_repeated_header_problem(name)
+
+
+@pytest.mark.parametrize(
     ("headers", "kept"),
     [
         (
