@@ -79,3 +79,13 @@ def test_the_error_of_a_port_in_use_names_the_option_and_the_next_step():
 def test_the_wildcard_of_all_addresses_accepts_ipv4_too(network: Network, host: str, only_ipv6: int):
     with open_listener(host, 0) as listener:
         assert listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY) == only_ipv6
+
+
+def test_a_restart_can_listen_on_the_port_of_connections_that_have_just_ended():
+    with open_listener("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            first.setblocking(True)
+            first.accept()[0].close()  # the system keeps the address of the end that closes first
+            assert client.recv(1) == b""
+    open_listener("127.0.0.1", port).close()
