@@ -1,10 +1,11 @@
 """Requests that leave a node while it drains."""
 
-from router.placement.recovery import MAX_LOSSES
+from router.placement.recovery import MAX_LOSSES, MAX_SILENCE_SECONDS
 from tests.support.cluster.loopback_cluster import a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, full, taken
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.frames import Delta, Deltas, Finished
+from wire.identity import NodeId
 
 
 async def test_a_request_that_moved_as_often_as_allowed_finishes_where_it_is(two: Cluster) -> None:
@@ -72,5 +73,56 @@ async def test_an_answer_without_ids_that_the_client_has_begun_to_read_stays(two
     two.say(lambda _: Deltas((Delta(number, 0, (), ((0, "x"),)),)))
     assert taken(request) == ["x"]
     assert two.dispatcher.migrate_node(here) == 1
+    assert request.node == here
+    two.finish()
+
+
+def fall_silent(cluster: Cluster, node: NodeId, seconds: float = MAX_SILENCE_SECONDS) -> None:
+    """Let `seconds` pass without a report of a node, but with reports of the others."""
+    cluster.state[node] = "suspect"
+    cluster.report(node)
+    cluster.now += seconds
+    cluster.report(*(other for other in (A, B) if other != node))
+
+
+def check(cluster: Cluster) -> None:
+    cluster.now += 0.1
+    cluster.dispatcher.sweep()
+
+
+async def test_a_request_leaves_a_silent_node_at_the_second_check(two: Cluster) -> None:
+    request = two.submit()
+    two.speak()
+    here, _ = two.last()
+    fall_silent(two, here)
+    check(two)
+    assert request.node == here, "its reports may wait in the socket"
+    check(two)
+    assert request.node == (B if here == A else A)
+    assert request.life.losses == 1
+    two.finish()
+
+
+async def test_a_node_that_reports_again_is_silent_anew_only_after_two_checks(two: Cluster) -> None:
+    request = two.submit()
+    two.speak()
+    here, _ = two.last()
+    for _ in range(3):
+        fall_silent(two, here)
+        check(two)
+        assert request.node == here
+        two.state[here] = "ready"
+        two.report()
+        check(two)
+    two.finish()
+
+
+async def test_a_short_silence_moves_no_request(two: Cluster) -> None:
+    request = two.submit()
+    two.speak()
+    here, _ = two.last()
+    fall_silent(two, here, 0.5)
+    for _ in range(3):
+        check(two)
     assert request.node == here
     two.finish()
