@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deploy import mac_engine, mac_machine, mac_network, mac_pool, mac_wired_stress
-from deploy.mac_check import ENTRIES, NO_MAC, Entry, render_report, run_entry
+from deploy.mac_check import ENTRIES, NO_MAC, Entry, main, render_report, run_entry
 from deploy.outcome import Outcome, ToolError, parse_number, parse_size
 from tests.effort import thin_cases
 from wire.codec import WireError
@@ -175,3 +175,22 @@ def test_the_report_has_a_box_for_what_is_done_by_hand():
     page = render_report([(automatic, Outcome("pass", "1|2")), (ENTRIES[-1], Outcome("skip", ""))])
     assert "| a | pass | 1/2 |" in page
     assert f"| {ENTRIES[-1].id} | [ ] by hand |" in page
+
+
+@pytest.mark.parametrize("entries", [("reclaimable", "rows-alone"), ("rows-alone",)])
+def test_the_exit_code_and_the_report_are_those_of_the_named_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], entries: tuple[str, ...]
+):
+    """Without `vm_stat`, the first entry fails; on a Mac it passes."""
+    report = tmp_path / "report.md"
+    monkeypatch.setattr(sys, "argv", ["mac_check", *entries, "--report", str(report)])
+    monkeypatch.setattr(sys, "platform", "darwin")
+    code, lines = main(), capsys.readouterr().out.splitlines()
+    failed = [line for line in lines if line.startswith("fail ")]
+    assert [line.split()[1] for line in lines[:-1]] == list(entries)
+    assert (code, lines[-1]) == (int(bool(failed)), f"{len(failed)} failed; the report is in {report}")
+    assert [row.split()[1] for row in report.read_text().splitlines()[6:]] == list(entries)
+    monkeypatch.setattr(sys, "argv", ["mac_check", "nothing"])
+    with pytest.raises(SystemExit) as unknown:
+        main()
+    assert unknown.value.code == 2

@@ -12,7 +12,7 @@ import pytest
 
 from host import private_files
 from host.private_files import create_private_folder, sync_descriptor, sync_tree, write_private
-from tests.support.sync_log import SyncLog
+from tests.support.coordinator.sync_log import SyncLog
 
 
 @pytest.fixture(autouse=True)

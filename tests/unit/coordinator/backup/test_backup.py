@@ -45,8 +45,8 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from coordinator.video.store import VideoStore
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
+from tests.support.coordinator.sync_log import SyncLog
 from tests.support.former_backup import in_former_format
-from tests.support.sync_log import SyncLog
 from wire.identity import NodeId
 from wire.report import Hardware
 

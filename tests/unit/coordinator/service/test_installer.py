@@ -20,9 +20,9 @@ from coordinator.service import installer, launchd, service_manager
 from coordinator.service.installer import install, uninstall
 from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account, find_group_name
+from tests.support.coordinator.sync_log import SyncLog
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
-from tests.support.sync_log import SyncLog
 
 USER = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
 BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])

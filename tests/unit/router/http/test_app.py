@@ -10,25 +10,28 @@ import pytest
 
 from router.admission.api_keys import ApiKey, KeyRing, create_anonymous_key, new_key
 from router.admission.rate_limits import KeyLimits
+from router.dispatch.request import RequestSpec
 from router.errors import FORWARDED_WITHOUT_KEY, NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_wrong_method
 from router.http.app import CHAT as CHAT_PATH
 from router.http.app import authorize
 from router.http.exchange import MAX_INLINE_BYTES, Exchange
-from router.http.sse import Message
+from router.http.sse import Message as AsgiMessage
+from router.placement.candidate import ResourceDemand
 from router.settings import RouterSettings
 from tests.support.cluster.asgi_call import CHAT, Call
-from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
-from wire.frames import CountTokens
+from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory, a_model
+from wire.frames import CountTokens, GenerationParams, Message
+from wire.units import MIB
 
 PEPPER = b"0123456789abcdef"
 
 
 async def test_websocket_is_closed_before_it_is_accepted():
-    events = asyncio.Queue[Message]()
+    events = asyncio.Queue[AsgiMessage]()
     events.put_nowait({"type": "websocket.connect"})
-    sent: list[Message] = []
+    sent: list[AsgiMessage] = []
 
-    async def send(event: Message) -> None:
+    async def send(event: AsgiMessage) -> None:
         sent.append(event)
 
     cluster = LoopbackCluster(LoopbackNode("studio"))
@@ -38,11 +41,11 @@ async def test_websocket_is_closed_before_it_is_accepted():
     assert events.empty(), "the connect event was received first"
 
 
-async def receive() -> Message:
+async def receive() -> AsgiMessage:
     return {"type": "http.request", "body": b""}
 
 
-async def send(event: Message) -> None:
+async def send(event: AsgiMessage) -> None:
     raise AssertionError(f"{event} was sent")
 
 
@@ -110,6 +113,15 @@ async def test_health_names_the_reason_to_those_with_a_key_only(state: str, stat
         assert (without.status, json.loads(without.body)) == (status, {"status": text})
     assert (await call(cluster, "/health", "POST")).status == 405
     assert cluster.dispatcher.counters.answers == {}, "health is no answer of a model route"
+
+
+async def test_health_counts_the_queued_requests():
+    cluster = LoopbackCluster(LoopbackNode("studio", a_memory(MIB)))
+    demand, said = ResourceDemand("tiny", 100), (Message("user", "hi"),)
+    request = cluster.dispatcher.submit(RequestSpec(demand, "k", "r", said, GenerationParams(), 0, stream=True))
+    found = json.loads((await call(cluster, "/health")).body)
+    assert (found["nodes_ready"], found["waiting"]) == (1, 1)
+    cluster.dispatcher.close(request)
 
 
 async def test_livez_is_independent_of_nodes():

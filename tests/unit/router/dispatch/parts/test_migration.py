@@ -78,7 +78,7 @@ async def test_an_answer_without_ids_that_the_client_has_begun_to_read_stays(two
 
 
 def fall_silent(cluster: Cluster, node: NodeId, seconds: float = MAX_SILENCE_SECONDS) -> None:
-    """Let `seconds` pass without a report of a node, but with reports of the others."""
+    """Advance the clock by `seconds` without a report of a node. The other node reports again."""
     cluster.state[node] = "suspect"
     cluster.report(node)
     cluster.now += seconds
