@@ -129,6 +129,20 @@ async def test_a_blocked_transport_gets_no_second_part_before_the_first_and_is_t
     assert b'"content":"last"' in transport.bodies[-1]
 
 
+async def test_a_keepalive_that_is_due_with_a_delta_replaces_no_text():
+    transport = Transport()
+    ticket, _ = pumped(transport)
+    say(ticket, "one")
+    transport.free.clear()
+    say(ticket, "two")
+    ticket.request_keepalive()
+    say(ticket, "three")
+    transport.free.set()
+    await turn()
+    assert [b"waiting" in body for body in transport.bodies] == [False, False, False]
+    assert b'"content":"three"' in transport.bodies[2]
+
+
 async def test_a_nudge_is_a_comment():
     transport = Transport()
     ticket, _ = pumped(transport)
