@@ -6,6 +6,7 @@ import os
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
@@ -27,14 +28,25 @@ def folder(tmp_path: Path) -> RepositoryFolder:
     return made
 
 
-@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EPERM])
-def test_a_disk_without_symbolic_links_is_refused_before_a_download(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-):
+def refuse_links(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "symlink", refuse)
+
+
+def test_a_full_disk_is_not_taken_for_one_without_symbolic_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    refuse_links(monkeypatch, errno.ENOSPC)
+    with pytest.raises(OSError, match="No space left") as caught:
+        RepositoryFolder(tmp_path / "hub", "a/b").prepare()
+    assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EPERM])
+def test_a_disk_without_symbolic_links_is_refused_before_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    refuse_links(monkeypatch, number)
     with pytest.raises(
         ModelFileError, match=r"has no symbolic links, as exFAT, .* set models\.huggingface_cache"
     ) as caught:
@@ -123,9 +135,20 @@ def test_lock_excludes_a_second_holder(folder: RepositoryFolder):
         pass
 
 
+def test_a_lock_that_is_refused_leaves_no_open_file(folder: RepositoryFolder, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.hub.cache_layout.LOCK_TIMEOUT_SECONDS", 0.0)
+    with folder.lock():
+        before = psutil.Process().num_fds()
+        with pytest.raises(ModelFileError), folder.lock():
+            pass
+        assert folder.is_locked()
+        assert psutil.Process().num_fds() == before
+
+
 def test_remove_parts_leaves_files_of_other_tools(folder: RepositoryFolder):
     folder.get_part(ETAG).touch()
     folder.get_journal(ETAG).touch()
+    (folder.blobs / f"{ETAG}.macpool-journal.macpool-new").touch()
     other = folder.blobs / f"{ETAG}.1a2b3c4d.incomplete"
     other.touch()
     folder.remove_parts()

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, VerifyOrder
+from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, DownloadOrder, VerifyOrder
 from tests.support.processes import ROOT, environment
 from wire.frames.model_files import ModelOrderCode
+from wire.models.files import PIECE_BYTES, ModelManifest
 
 CHILD = """
 import threading, time
@@ -46,7 +47,7 @@ def start() -> Iterator[Start]:
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment(PYTHONUNBUFFERED=""),
             cwd=ROOT,
         )
         children.append(child)
@@ -76,6 +77,11 @@ def test_a_child_gets_its_order_and_ends_with_its_end(start: Start, tmp_path: Pa
     assert read(child) == ChildEnd(code=ModelOrderCode.COMPLETED, message="all done")
     assert child.wait(20) == 0, "a thread that still works ends with the process"
     assert not (tmp_path / "ended").exists()
+
+
+def test_an_interrupted_download_loses_at_most_one_piece_of_the_manifest():
+    order = DownloadOrder(manifest=ModelManifest("a/b", "c" * 40, ()), sources=(), hub="", digests="")
+    assert order.piece_bytes * order.connections == PIECE_BYTES
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"5", b'{"folder": "/"}'])

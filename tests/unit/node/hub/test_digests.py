@@ -76,6 +76,16 @@ def test_find_reads_a_store_that_another_process_has_replaced(tmp_path: Path, mo
     )
 
 
+def test_find_reads_a_replaced_store_of_the_same_size(tmp_path: Path, model: Path):
+    reader, writer = (DigestStore(tmp_path / "state" / "digests.json") for _ in range(2))
+    weights = model / "model.safetensors"
+    found = list[str]()
+    for sha256 in (SHA256, "0" * 64):
+        writer.add({weights: record_digest(weights, sha256)})
+        found.append(reader.find(weights))
+    assert found == [SHA256, "0" * 64]
+
+
 def test_find_content_is_empty_if_a_file_is_unknown(tmp_path: Path, model: Path):
     store = DigestStore(tmp_path / "state" / "digests.json")
     hash_model(model, store)

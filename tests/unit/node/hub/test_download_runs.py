@@ -1,6 +1,7 @@
 """Downloads within this process, from a hub on a thread: fetched and verified files, and ends of downloads."""
 
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -285,6 +286,23 @@ def test_digests_that_cannot_be_stored_end_the_download_with_their_file(
     )
     again = run(channel, tmp_path, manifest, hub)
     assert (again.code, again.fetched) == (ModelOrderCode.COMPLETED, 0), "the received files stay"
+
+
+def test_the_speed_is_that_of_the_last_seconds(
+    hub: Hub, tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
+):
+    """The clock of the reports advances by 1 s at each reading: there are two readings in a report."""
+    monkeypatch.setattr(downloader, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    seconds = itertools.count(1)
+    manifest = hub.add("tests/tiny", {WEIGHTS: FILES[WEIGHTS]})
+    hub.faults.chunk_seconds = 0.02
+    assert run(channel, tmp_path, manifest, hub, connections=1).code == ModelOrderCode.COMPLETED
+    fetched = [one.fetched for one in channel.progress]
+    assert len(fetched) > 5
+    assert [one.speed for one in channel.progress] == [
+        (now - fetched[max(0, number - 2)]) / (2 * min(number, 2)) if number else 0.0
+        for number, now in enumerate(fetched)
+    ]
 
 
 def test_a_cancelled_download_ends_and_its_pieces_stay(hub: Hub, tmp_path: Path, channel: Channel):

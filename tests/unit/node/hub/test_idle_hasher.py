@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from node.hub.cache_layout import RepositoryFolder
+from node.hub.child_messages import VerifyOrder
 from node.hub.digests import STORE_NAME, DigestStore, find_content
-from node.hub.idle_hasher import MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
+from node.hub.idle_hasher import MAX_BYTES_PER_SECOND, MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
 from node.settings import ModelSettings
 from tests.support.hub.downloads import list_children
 from tests.support.processes import until
@@ -25,6 +27,7 @@ class Node:
     def __init__(self, folder: Path, *, hash_when_idle: bool = True, cache: bool = True) -> None:
         self.models, self.cache = folder / "models", folder / "hub"
         self.models.mkdir()
+        self.busy = False
         self.checks = 0
         self.checked = asyncio.Event()
         """Set after twice as many checks as a search needs."""
@@ -40,7 +43,7 @@ class Node:
         self.checks += 1
         if self.checks >= 2 * MIN_IDLE_CHECKS:
             self.checked.set()
-        return False
+        return self.busy
 
     def add_model(self) -> Path:
         folder = self.models / "tiny"
@@ -144,6 +147,38 @@ async def test_a_model_whose_child_was_killed_is_found_again(tmp_path: Path):
         await asyncio.to_thread(until, lambda: any(event["event"] == "model not hashed" for event in events), 60)
         assert node.hasher.find_unhashed() == folder
         await node.hasher.stop()
+
+
+async def test_a_child_ends_when_the_node_has_work_and_at_the_stop(tmp_path: Path):
+    node = Node(tmp_path)
+    folder = node.add_model()
+    os.truncate(folder / "model.safetensors", 2**36)  # its hashing takes two minutes
+    node.hasher.start()
+    for _ in range(2):
+        await asyncio.to_thread(until, lambda: bool(list_children("node.hub.verifier")), 60)
+        node.busy = True
+        await asyncio.to_thread(until, lambda: not list_children("node.hub.verifier"), 20)
+        assert node.hasher.find_unhashed() == folder, "a cancelled child is no failure"
+        node.busy = False
+    await asyncio.to_thread(until, lambda: bool(list_children("node.hub.verifier")), 60)
+    async with asyncio.timeout(20):
+        await node.hasher.stop()
+    assert list_children("node.hub.verifier") == []
+
+
+async def test_a_child_reads_at_the_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    program, order = tmp_path / "program", tmp_path / "order.json"
+    program.write_text(f'#!/bin/sh\nhead -n 1 > {order}\necho \'{{"type": "end", "code": "completed"}}\'\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    node = Node(tmp_path)
+    folder = node.add_model()
+    node.hasher.start()
+    await asyncio.wait_for(node.hashed.wait(), 30)
+    await node.hasher.stop()
+    assert msgspec.json.decode(order.read_bytes(), type=VerifyOrder) == VerifyOrder(
+        folder=str(folder), digests=str(tmp_path / "state" / STORE_NAME), max_bytes_per_second=MAX_BYTES_PER_SECOND
+    )
 
 
 async def test_the_setting_ends_all_checks(tmp_path: Path):

@@ -61,6 +61,18 @@ def test_locate_model_finds_both_kinds(disk: Disk):
     assert found.folder == disk.repository.get_snapshot(COMMIT)
 
 
+def test_locate_model_finds_each_repository_of_the_cache(disk: Disk):
+    for repo, commit in (("a/first", "a" * 40), ("z/last", "e" * 40)):
+        repository = RepositoryFolder(disk.hub, repo)
+        repository.prepare()
+        repository.get_snapshot(commit).mkdir()
+        (repository.get_snapshot(commit) / "config.json").write_text("{}")
+        repository.write_references(commit, ("main",))
+    for repo, commit in (("a/first", "a" * 40), ("hub/tiny", COMMIT), ("z/last", "e" * 40)):
+        found = locate_model(disk.settings, repo, disk.environment)
+        assert found.folder == RepositoryFolder(disk.hub, repo).get_snapshot(commit)
+
+
 def test_locate_model_prefers_model_folders_as_the_catalogue_does(disk: Disk):
     other = disk.models / "hub" / "tiny"
     other.mkdir(parents=True)
@@ -107,6 +119,13 @@ def test_remove_model_counts_no_files_with_another_link(disk: Disk):
     os.link(disk.model / "model.safetensors", disk.outside / "kept")
     assert disk.remove("me/tiny") == BLOCK
     assert (disk.outside / "kept").exists()
+
+
+def test_remove_model_counts_the_blocks_of_its_own_files(disk: Disk):
+    (disk.outside / "shared").write_bytes(bytes(BLOCK))
+    (disk.model / "shared").symlink_to(disk.outside / "shared")
+    os.truncate(disk.model / "model.safetensors", 2**30)  # its blocks are as before
+    assert 2 * BLOCK <= disk.remove("me/tiny") < 3 * BLOCK
 
 
 @pytest.mark.parametrize("at", ["model", "publisher"])

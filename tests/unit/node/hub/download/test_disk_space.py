@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,21 @@ def test_check_refuses_what_would_use_the_reserve(tmp_path: Path):
         caught.value
     )
     assert str(tmp_path) in str(caught.value)
+
+
+def test_the_refusal_names_the_free_bytes_of_the_disk_and_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    usage = SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(total=400 * GIB, used=388 * GIB, free=12 * GIB))
+    monkeypatch.setattr("node.hub.download.disk_space.shutil", usage)
+    disk = DiskSpace(tmp_path, -1)
+    disk.check(7 * GIB)
+    with pytest.raises(ModelFileError) as caught:
+        disk.check(7 * GIB + 1)
+    assert str(caught.value) == (
+        f"the disk of {tmp_path} has 12.0 GiB free and keeps 5.0 GiB, and the download needs 7.0 GiB more: remove "
+        "files or models"
+    )
 
 
 def test_check_fails_for_a_folder_that_is_missing(tmp_path: Path):

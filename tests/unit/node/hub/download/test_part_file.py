@@ -1,13 +1,19 @@
 """Partial files: after an interruption only pieces with the right checksum count."""
 
+import errno
 import hashlib
+import os
 import random
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
+from host import private_files
 from node.hub.cache_layout import RepositoryFolder
+from node.hub.download import part_file
 from node.hub.download.part_file import PartFile
 from wire.models.files import ModelFile
 
@@ -142,3 +148,58 @@ def test_every_end_releases_the_descriptors(folder: RepositoryFolder):
     write(part, 0, 1, 2, 3)
     part.finish()
     assert process.num_fds() == before
+
+
+def replace_call(monkeypatch: pytest.MonkeyPatch, module: object, name: str, call: Callable[..., object]) -> None:
+    """Replace a function of `os` for one module."""
+    monkeypatch.setattr(module, "os", SimpleNamespace(**{**vars(os), name: call}))
+
+
+def test_a_disk_that_writes_a_part_of_a_piece_gets_the_rest(folder: RepositoryFolder, monkeypatch: pytest.MonkeyPatch):
+    part = open_part(folder)
+    replace_call(
+        monkeypatch, part_file, "pwrite", lambda number, data, start: os.pwrite(number, bytes(data)[:300], start)
+    )
+    write(part, 0, 1, 2, 3)
+    assert b"".join(map(part.read_piece, range(4))) == CONTENT
+
+
+@pytest.mark.parametrize("name", ["pwrite", "write"])
+def test_a_piece_that_cannot_be_recorded_is_missing(
+    folder: RepositoryFolder, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    part = open_part(folder)
+    with monkeypatch.context() as full:
+        replace_call(full, part_file, name, fail)
+        with pytest.raises(OSError, match="No space left"):
+            write(part, 1)
+    assert (list_pieces(part), part.received_bytes) == ([], 0)
+    write(part, 1)
+    assert list_pieces(open_part(folder)) == [1]
+
+
+def test_a_file_is_on_the_disk_before_it_gets_its_name(folder: RepositoryFolder, monkeypatch: pytest.MonkeyPatch):
+    synced = list[tuple[int, bool]]()
+    replace_call(
+        monkeypatch,
+        private_files,
+        "fsync",
+        lambda number: synced.append((os.fstat(number).st_size, folder.get_blob(FILE.etag).exists())),
+    )
+    monkeypatch.setattr(private_files, "FULL_SYNC", None)
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    part.finish()
+    assert synced == [(FILE.size, False)]
+    assert folder.get_blob(FILE.etag).read_bytes() == CONTENT
+
+
+def test_bytes_behind_the_end_of_the_file_are_cut(folder: RepositoryFolder):
+    folder.get_part(FILE.etag).write_bytes(CONTENT + b"rest of another program")
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    part.finish()
+    assert folder.get_blob(FILE.etag).read_bytes() == CONTENT

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.hub.child_messages import ClusterFiles
+from node.hub.download import relay_transport
 from node.hub.download.relay_transport import RelayTransport
 from node.hub.download.source_client import SourceClient
 from node.hub.download.source_errors import SourceFault, SourceRefusal
@@ -202,6 +203,19 @@ def test_an_answer_that_is_none_is_an_error(coordinator: Coordinator, client: ht
     coordinator.wait_open(0)
 
 
+def test_a_node_that_is_silent_is_an_error(
+    coordinator: Coordinator, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(relay_transport, "READ_TIMEOUT_SECONDS", 0.05)
+    coordinator.answer = b"HTTP/1.1 200 OK\r\n"
+    with pytest.raises(httpx2.ReadError, match="timed out"):
+        get(client)
+    coordinator.answer = WHOLE[:-2]
+    with pytest.raises(httpx2.ReadError, match="timed out"):
+        get(client)
+    coordinator.wait_open(0)
+
+
 def test_a_refusal_of_the_coordinator_is_the_cause_of_the_error(coordinator: Coordinator, client: httpx2.Client):
     coordinator.welcome = encode(Denied("no_server", "the node does not serve yet"))
     with pytest.raises(httpx2.ConnectError, match="the node does not serve yet") as caught:
@@ -242,6 +256,15 @@ def test_a_source_behind_the_relay_is_named_by_the_coordinator(coordinator: Coor
         assert str(caught.value) == (
             f"the connection to relay://{coordinator.address} failed: there is no such transfer"
         )
+    source.close()
+
+
+def test_a_relay_that_does_not_answer_may_be_back_later(coordinator: Coordinator):
+    """A mirror that refuses connections has ended, but the coordinator starts again."""
+    cluster = replace(coordinator.cluster, coordinator="127.0.0.1:1")
+    source = SourceClient(ModelSource(SourceKind.RELAY, "", TOKEN, "n2"), cluster, connections=1)
+    with pytest.raises(SourceFault, match=r"relay://127\.0\.0\.1:1 failed: "), source.open_range(MANIFEST, FILE, 0, 5):
+        pass
     source.close()
 
 
