@@ -40,7 +40,7 @@ MAX_ATTEMPTS = 5
 LIBRARY_ENVIRONMENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment variables for the library `huggingface_hub` in the process of a query."""
 MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
-"""Maximum bytes of a JSON or template file that is read for the prediction; a larger one is treated as missing."""
+"""Maximum bytes of a JSON or template file that is read for the prediction; a larger one is not read."""
 FIRST_HEADER_BYTES = 128 * 1024
 """Bytes of a weight file that are read at first: the headers of most files are shorter."""
 _READ_FIRST = frozenset(

@@ -27,6 +27,8 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
     names = {file.path for file in manifest.files}
     if MODEL not in names:
         return ModelPrediction(cause=_explain_missing_config(all_names))
+    if not (folder / MODEL).exists():
+        return ModelPrediction(cause="its config.json is too large to be read")
     descriptor = describe_folder(name, folder)
     config = _read_json(folder / MODEL)
     architecture = str(config.get("model_type", ""))

@@ -13,6 +13,8 @@ from wire.frames.model_files import ModelOrderCode
         (403, "GatedRepo", True, ModelOrderCode.GATED, "accept its terms"),
         (401, "RepoNotFound", False, ModelOrderCode.NOT_FOUND, "private and needs a token"),
         (404, "RepoNotFound", True, ModelOrderCode.NOT_FOUND, "the token may not read it"),
+        (404, "", True, ModelOrderCode.NOT_FOUND, "a/b does not exist, or the token may not read it: check the name"),
+        (404, "", False, ModelOrderCode.NOT_FOUND, "a/b does not exist, or it is private and needs a token: check"),
         (404, "RevisionNotFound", True, ModelOrderCode.NOT_FOUND, "check its revision"),
         (404, "EntryNotFound", False, ModelOrderCode.NOT_FOUND, "file names"),
         (401, "", True, ModelOrderCode.GATED, "refuses the token"),

@@ -5,12 +5,16 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from structlog.testing import capture_logs
 
+from node.hub import order_child
 from node.hub.child_messages import ChildProgress, VerifyOrder
-from node.hub.order_child import NICENESS, OrderChild
+from node.hub.order_child import MAX_LINE_BYTES, NICENESS, OrderChild
 from tests.support.hub.downloads import list_children
+from tests.support.processes import until
 from wire.frames.model_files import ModelOrderCode
 
 ORDER = VerifyOrder(folder="/nonexistent", digests="/nonexistent/digests.json")
@@ -60,13 +64,47 @@ async def test_a_child_that_sends_garbage_is_killed(tmp_path: Path, monkeypatch:
     assert time.monotonic() - began < 30
 
 
-async def test_a_child_has_a_low_priority_before_it_reads_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("niceness", [0, NICENESS + 5])
+async def test_a_child_has_a_low_priority_and_its_own_group_before_it_reads_its_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, niceness: int
+):
     content = (
         "import os, sys; sys.stdin.readline(); "
-        'print(\'{"type": "progress", "phase": "checking", "done": %d}\' % os.nice(0), flush=True)'
+        'print(\'{"type": "progress", "phase": "checking", "done": %d, "total": %d}\' '
+        "% (os.nice(0), os.getpgrp() == os.getpid()), flush=True)"
     )
+    monkeypatch.setattr(order_child, "os", SimpleNamespace(**{**vars(os), "nice": lambda _: niceness}))
     _, _, progress = await run(make_module(tmp_path, monkeypatch, content))
-    assert [message.done for message in progress] == [max(NICENESS, os.nice(0))]
+    assert [(message.done, message.total) for message in progress] == [(max(NICENESS, niceness, os.nice(0)), 1)]
+
+
+@pytest.mark.parametrize(("size", "code"), [(MAX_LINE_BYTES // 2, "completed"), (2 * MAX_LINE_BYTES, "failed")])
+async def test_a_message_may_be_long_up_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, code: str
+):
+    content = f'print(\'{{"type": "end", "code": "completed", "message": "%s"}}\' % ("a" * {size}), flush=True)'
+    found, message, _ = await run(make_module(tmp_path, monkeypatch, content))
+    assert (found, message == "a" * size) == (code, code == "completed")
+
+
+async def test_the_end_of_the_errors_of_a_child_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content = "import sys; sys.stderr.write('first' + 'a' * 9000 + 'hf_secretsecretsecretsecret last'); sys.exit(3)"
+    with capture_logs() as events:
+        await run(make_module(tmp_path, monkeypatch, content))
+    (errors,) = [event["errors"] for event in events]
+    assert errors.endswith(" last")
+    assert ("first" in errors, "secretsecret" in errors) == (False, False)
+
+
+async def test_a_cancelled_run_kills_its_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content = 'import time; print(\'{"type": "progress", "phase": "checking"}\', flush=True); time.sleep(60)'
+    started = asyncio.Event()
+    child = OrderChild(make_module(tmp_path, monkeypatch, content), ORDER, lambda _: started.set())
+    task = asyncio.create_task(child.run())
+    await asyncio.wait_for(started.wait(), 30)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.to_thread(until, lambda: not list_children("stubborn_child"), 20)
 
 
 async def test_a_cancelled_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

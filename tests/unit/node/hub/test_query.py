@@ -76,7 +76,10 @@ def test_the_manifest_has_commit_revision_and_digests(hub: Hub):
 
 
 @pytest.mark.parametrize("revision", ["", "main"])
-def test_a_query_without_a_revision_asks_for_the_default(hub: Hub, revision: str):
+def test_a_query_without_revision_and_token_asks_for_the_default_without_the_token_of_a_user(
+    hub: Hub, revision: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_TOKEN", "hf_of_the_owner_of_this_machine")
     assert ask(hub, revision=revision).manifest.revision == revision
     assert {request.authorization for request in hub.requests} == {""}
 
@@ -153,6 +156,31 @@ def test_no_wait_extends_beyond_the_time_of_the_query(hub: Hub):
     assert time.monotonic() - began < 3.0
     assert len(hub.requests) <= 4
     assert refusal.message == f"the hub cannot be reached for {REPO} at revision v9: the hub answered 500"
+
+
+def test_a_revision_that_the_repository_does_not_have_is_refused(hub: Hub):
+    refusal = refuse(hub, revision="e" * 40)
+    assert refusal.code == ModelOrderCode.NOT_FOUND
+    assert f"{REPO} at revision {'e' * 40} does not exist" in refusal.message
+
+
+def test_a_refusal_of_a_file_is_not_retried(hub: Hub):
+    hub.faults.answers = [Answer("/config.json", 403, {"x-error-code": "GatedRepo"}, times=9)]
+    refusal = refuse(hub)
+    assert (refusal.code, refusal.message) == (
+        ModelOrderCode.GATED,
+        f"config.json of {REPO} is gated: it needs a token",
+    )
+    assert len(list_sizes(hub, "config.json")) == 1
+
+
+def test_a_config_above_the_limit_is_not_read(hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.hub.query.MAX_SMALL_FILE_BYTES", len(FILES["config.json"]))
+    assert ask(hub).model.cause == ""
+    hub.add(REPO, {**FILES, "config.json": FILES["config.json"] + b" "})
+    hub.requests.clear()
+    assert ask(hub).model.cause == "its config.json is too large to be read"
+    assert list_sizes(hub, "config.json") == []
 
 
 @pytest.mark.parametrize(("place", "limit"), [("/api/", '"api";r=0;t=250'), ("resolve", '"resolvers";r=0;t=250')])

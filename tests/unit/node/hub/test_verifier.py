@@ -1,12 +1,16 @@
 """Verification of a model folder in this process: digests, changed files, and the rate of reads."""
 
 import hashlib
+import os
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from node.hub import verifier
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildMessage, ChildProgress, VerifyOrder
 from node.hub.digests import READ_BYTES, DigestStore, compute_content
@@ -99,6 +103,7 @@ def test_digests_that_cannot_be_stored_are_a_failure_with_their_file(model: Mode
 def test_blobs_with_the_digests_of_their_names_are_intact(model: Model, tmp_path: Path, config_blob: str):
     snapshot = make_cached(tmp_path / "hub", config_blob, hashlib.sha256(WEIGHTS).hexdigest())
     assert model.verify(snapshot) == ChildEnd(code=ModelOrderCode.COMPLETED, content=CONTENT)
+    assert model.progress[0].total == len(CONFIG) + len(WEIGHTS), "the bytes of the blobs, not those of the links"
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,60 @@ def test_a_verification_keeps_its_rate_and_reports_its_progress(model: Model):
     *_, last = model.progress
     assert last.done > READ_BYTES
     assert rate / 4 < last.speed < 0.9 * last.done, "the last report comes after more than a second"
+
+
+class StoppedClock(threading.Event):
+    """Clock that advances only while a process waits for its stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.now += max(0.0, timeout or 0.0)
+        return self.is_set()
+
+
+def test_a_verification_waits_as_long_as_its_rate_demands(model: Model, monkeypatch: pytest.MonkeyPatch):
+    clock = model.channel.stop = StoppedClock()
+    monkeypatch.setattr(verifier, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    model.put("model.safetensors", bytes(4 * READ_BYTES))
+    model.verify(rate=READ_BYTES)
+    assert clock.now - 1000 == pytest.approx(4 + len(CONFIG) / READ_BYTES)
+    first, *later = model.progress
+    assert (first.done, first.speed) == (len(CONFIG), 0.0)
+    done = [len(CONFIG) + number * READ_BYTES for number in (2, 3, 4)]
+    assert [one.done for one in later] == done
+    seconds = [before / READ_BYTES for before in (done[0] - READ_BYTES, *done)]
+    assert [one.speed for one in later] == pytest.approx([now / at for now, at in zip(done, seconds, strict=False)])
+
+
+class ChangingChannel(ChildChannel):
+    """Channel that touches a file at each message."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self._file = file
+
+    def send(self, message: ChildMessage) -> None:
+        os.utime(self._file, (1, 1))
+
+
+def test_a_file_that_changes_while_it_is_read_is_named_and_nothing_is_stored(model: Model):
+    model.channel = ChangingChannel(model.folder / "config.json")
+    assert model.verify() == ChildEnd(
+        code=ModelOrderCode.FAILED, message="config.json changed while it was read: verify again"
+    )
+    assert model.store.find(model.folder / "config.json") == ""
+    model.channel = ChildChannel()
+    assert model.verify().code == ModelOrderCode.COMPLETED
+
+
+def test_the_git_digest_of_a_large_file_is_not_computed(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    snapshot = make_cached(tmp_path / "hub", "a" * 40, hashlib.sha256(WEIGHTS).hexdigest())
+    for most, code in ((len(CONFIG), ModelOrderCode.CONTENT_MISMATCH), (len(CONFIG) - 1, ModelOrderCode.COMPLETED)):
+        monkeypatch.setattr(verifier, "MAX_GIT_BYTES", most)
+        assert model.verify(snapshot).code == code
 
 
 def test_progress_is_reported_twice_a_second(model: Model):

@@ -52,6 +52,29 @@ def test_a_prediction_is_the_description_of_the_catalogue(repository: Repository
     assert (found.kv, found.transient) == (described.kv, described.forward)
 
 
+def test_weights_in_fp8_take_twice_their_size_on_the_disk(repository: Repository):
+    header = json.dumps({"w": {"dtype": "F8_E4M3", "shape": [64, 64], "data_offsets": [0, 4096]}}).encode()
+    weights = len(header).to_bytes(8, "little") + header + bytes(4096)
+    (repository.folder / "model.safetensors").write_bytes(weights)
+    found = repository.predict()
+    assert (found.weights, found.stored) == (2 * 4096, 4096)
+
+
+def test_an_encoder_needs_no_architecture_of_mlx_lm(repository: Repository):
+    (repository.folder / "modules.json").write_text("[]")
+    repository.change(architectures=["ElectraModel"], model_type="electra")
+    described = describe_folder(EMBEDDED.name, repository.folder)
+    assert described is not None
+    found = repository.predict()
+    assert (found.architecture, found.cause) == ("electra", described.cause)
+    assert "mlx-lm" not in found.cause
+
+
+def test_a_config_that_was_too_large_to_be_read_is_named(repository: Repository):
+    (repository.folder / "config.json").unlink()
+    assert repository.predict() == ModelPrediction(cause="its config.json is too large to be read")
+
+
 def test_an_architecture_without_support_is_named(repository: Repository):
     repository.change(model_type="unheard_of")
     assert repository.predict().cause == "its architecture 'unheard_of' is not supported by this version of mlx-lm"

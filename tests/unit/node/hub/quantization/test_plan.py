@@ -1,6 +1,7 @@
 """Plans of quantizations: names, folders, and the reasons for which there is none."""
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from node.settings import ModelSettings
 from tests.models import EMBEDDED
 from wire.frames import QuantizeModel
 from wire.frames.model_files import ModelOrderCode
+from wire.units import GIB
 
 STORED = (EMBEDDED / "model.safetensors").stat().st_size
 UNSEARCHED = ("../tiny", "me/../tiny", ".tiny", "me/.tiny", "a//b", "a/b/c/d", "models--a", "/tiny")
@@ -59,6 +61,16 @@ def test_the_result_is_next_to_the_models_of_the_settings(models: Models):
 
 def test_a_folder_that_is_a_model_or_missing_is_passed_over(models: Models):
     settings = ModelSettings(folders=(str(EMBEDDED), str(models.folder / "none"), str(models.folder)))
+    assert choose_folder(settings, models.own) == models.folder
+
+
+def test_a_folder_that_cannot_be_written_is_passed_over(models: Models, monkeypatch: pytest.MonkeyPatch):
+    shared = models.folder.parent / "shared"
+    shared.mkdir()
+    settings = ModelSettings(folders=(str(shared), str(models.folder)))
+    assert choose_folder(settings, models.own) == shared
+    is_allowed = os.access  # root may write to every folder
+    monkeypatch.setattr(os, "access", lambda path, mode: path != shared and is_allowed(path, mode))
     assert choose_folder(settings, models.own) == models.folder
 
 
@@ -137,6 +149,17 @@ def test_a_full_disk_is_refused_with_the_numbers(models: Models, monkeypatch: py
     code, message = models.refuse()
     assert code == ModelOrderCode.DISK_FULL
     assert "has 976.6 KiB free and keeps 47.7 MiB, and the quantized model needs" in message
+
+
+def test_a_result_that_just_fits_the_disk_is_planned(models: Models, monkeypatch: pytest.MonkeyPatch):
+    stored = models.plan().cost.stored
+    for free, fits in ((5 * GIB + stored, True), (5 * GIB + stored - 1, False)):
+        disk = FullDisk(10**12, 10**12 - free, free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, disk=disk: disk)
+        if fits:
+            assert models.plan().cost.stored == stored
+        else:
+            assert models.refuse()[0] == ModelOrderCode.DISK_FULL
 
 
 def test_an_incomplete_result_is_deleted_with_its_empty_folders(models: Models):
