@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.tls.cluster_ca import ClusterCa
+from host.node_marks import has_left
 from node.run import LEAVE_TIMEOUT_SECONDS
 from tests.support.cluster.older_protocol import OldCoordinator
 from tests.support.processes import environment, until
@@ -50,6 +51,7 @@ def test_a_node_that_gets_the_signal_to_leave_during_its_start_leaves(tmp_path: 
     assert node.returncode == 0, errors
     assert errors.endswith("left the cluster\n")
     assert not identity.exists()
+    assert has_left(state / "node"), "the service of this node does not start it again"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from node.agent.connection import CoordinatorLink
 from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
@@ -21,7 +20,7 @@ from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import ModelSettings, NodeSettings
-from wire.codec import Splitter, decode
+from tests.support.cluster.recorded_link import open_recorded_link
 from wire.frames import (
     CancelModelOrder,
     Frame,
@@ -63,32 +62,6 @@ END = ChildEnd(
 )
 
 
-class RecordedTransport(asyncio.Transport):
-    """Transport of a link, whose frames are in `frames` in the order in which the node sent them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frames: asyncio.Queue[Frame] = asyncio.Queue()
-        self.closed = False
-        self._splitter = Splitter()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        for tag, body in self._splitter.feed(bytes(data)):
-            self.frames.put_nowait(decode(tag, body))
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def close(self) -> None:
-        self.closed = True
-
-    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        pass
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
-
-
 def open_orders(
     folder: Path, links: CoordinatorLinks, on_change: Callable[[], None], models: ModelSettings
 ) -> ModelFileOrders:
@@ -128,11 +101,7 @@ class Orders:
 
     def open_link(self) -> None:
         """Replace the link of the node by a new one."""
-        self.transport = RecordedTransport()
-        self.link = CoordinatorLink("mac:8081", "c", lambda *_: None, lambda *_: None)
-        self.link.connection_made(self.transport)
-        self._links.add(self.link)
-        self._links.accept(self.link)
+        self.link, self.transport = open_recorded_link(self._links)
 
     def handle(self, *orders: ModelOrder | CancelModelOrder) -> None:
         for order in orders:

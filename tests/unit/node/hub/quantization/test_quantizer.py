@@ -13,12 +13,14 @@ from node.agent.connection import CoordinatorLink
 from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.agent.sharing_effects import SharingEffects
-from node.hub.child_messages import ChildEnd, build_end
+from node.hub.child_messages import ChildEnd, ChildProgress, build_end
+from node.hub.errors import ModelFileError
 from node.hub.file_orders import ModelFileOrders
 from node.hub.order_child import OrderChild
 from node.hub.quantization.quantizer import Quantizer
 from node.sharing.policy import Occupancy, SharingAction, SharingState
 from tests.models import EMBEDDED
+from tests.support.hub.downloads import list_children
 from tests.support.video.studio import Node
 from wire.frames import QuantizeModel
 from wire.frames.model_files import ModelOrderCode
@@ -29,7 +31,7 @@ STOPPED = SharingState(shared=False, why="its owner uses it")
 
 
 @contextlib.asynccontextmanager
-async def studio(folder: Path) -> AsyncIterator[tuple[Node, Quantizer]]:
+async def studio(folder: Path, **more: str) -> AsyncIterator[tuple[Node, Quantizer]]:
     """Yield a node that has a model to quantize, and its quantizer."""
     shutil.copytree(EMBEDDED, folder / "models" / "me" / "tiny")
     settings = {
@@ -38,6 +40,7 @@ async def studio(folder: Path) -> AsyncIterator[tuple[Node, Quantizer]]:
         "memory.margin": "1GiB",
         "models.use_huggingface_cache": False,
         "models.folders": str(folder / "models"),
+        **{key.replace("__", "."): value for key, value in more.items()},
     }
     node = await Node(folder / "node", settings).start()
     try:
@@ -135,3 +138,38 @@ async def test_failed_quantizations_leave_no_files_and_give_their_reason(
             await node.until(lambda: not orders.is_working())
         (end,) = (line["message"] for line in logs if line["event"] == "model order ended")
         assert end == "the files of me/tiny cannot be changed: Cannot call rmtree on a symbolic link"
+
+
+async def test_a_process_above_its_lease_is_killed_and_no_progress_follows_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "patient_child.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[5]}")
+    monkeypatch.setattr("node.hub.quantization.quantizer.CONVERTER", "patient_child")
+    monkeypatch.setattr("node.hub.quantization.quantizer.REPEAT_SECONDS", 0.01)
+    monkeypatch.setattr("node.hub.quantization.prediction.BASE_BYTES", 1024)
+    progress = list[ChildProgress]()
+    async with studio(tmp_path) as (node, quantizer):
+        running = asyncio.create_task(quantizer.run(ORDER, OrderChild.run, progress.append))
+        await confirm_ceiling(node, quantizer)
+        async with asyncio.timeout(30):
+            end = await running
+        assert end.code == ModelOrderCode.NO_MEMORY
+        assert end.message.startswith("the quantization was ended: the worker used ")
+        assert end.peak > 2**20
+        assert list_children("patient_child") == []
+        assert not quantizer.holding
+        known = len(progress)
+        assert known > 1, "the phase is repeated while the process says nothing"
+        await asyncio.sleep(0.05)
+        assert len(progress) == known
+
+
+async def test_a_lease_that_no_guard_enforces_is_refused(tmp_path: Path):
+    async with studio(tmp_path, memory__guard="off") as (_, quantizer):
+        with pytest.raises(
+            ModelFileError, match=r"memory\.guard is off on this node, .*: set memory\.guard = on"
+        ) as refused:
+            await quantizer.run(ORDER, OrderChild.run, lambda progress: None)
+        assert refused.value.code == ModelOrderCode.INVALID
+        assert not quantizer.holding
