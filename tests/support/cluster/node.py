@@ -1,5 +1,6 @@
 """A node in the test's own process, assembled as `node.run` does."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from node.agent.identity import NodeIdentity
@@ -11,7 +12,12 @@ from node.settings import NodeSettings
 from tests.support.cluster.enrolment import HARDWARE
 
 
-def unstarted_node(identity: NodeIdentity, state: Path, link_timeouts: LinkTimeouts | None = None) -> Node:
+def unstarted_node(
+    identity: NodeIdentity,
+    state: Path,
+    link_timeouts: LinkTimeouts | None = None,
+    on_ready: Callable[[str], None] = lambda address: None,
+) -> Node:
     """Return a node with default settings. Only its agent is run by the test; its engine is not started."""
     settings = NodeSettings()
     machine = open_machine(settings)
@@ -23,5 +29,6 @@ def unstarted_node(identity: NodeIdentity, state: Path, link_timeouts: LinkTimeo
         Limiter(settings, machine, {}),
         HARDWARE,
         version="0",
+        on_ready=on_ready,
         link_timeouts=link_timeouts,
     )

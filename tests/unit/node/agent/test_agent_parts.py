@@ -40,7 +40,11 @@ class Mac:
             self.folder / "identity", request, certificate, self.authority.cluster, self.authority.ca, "m1"
         )
         address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-        self.node: Node = unstarted_node(store_address(identity, address), self.folder / "state")
+        self.ready: list[str] = []
+        """Addresses with which the node has announced that it is ready."""
+        self.node: Node = unstarted_node(
+            store_address(identity, address), self.folder / "state", on_ready=self.ready.append
+        )
 
     async def link(self) -> Line:
         """Run the agent, and return its link after the Welcome."""
@@ -105,6 +109,13 @@ async def test_a_new_link_gets_the_ends_that_an_older_one_may_have_lost(mac: Mac
     line = await mac.link()
     await line.until(Report)
     assert {"ends of leases", "ends of orders"} <= set(told)
+
+
+async def test_a_linked_node_is_not_ready_without_its_engine(mac: Mac) -> None:
+    line = await mac.link()
+    await line.until(Report)
+    mac.node.agent.on_engine_change()
+    assert mac.ready == []
 
 
 async def test_a_report_has_the_number_of_events_that_were_refused(mac: Mac, monkeypatch: pytest.MonkeyPatch) -> None:

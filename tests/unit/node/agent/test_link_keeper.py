@@ -97,6 +97,19 @@ async def test_a_superseded_address_that_cannot_be_removed_is_not_dialed_next(co
     await line.ended()
 
 
+async def test_a_node_that_is_denied_for_now_waits_as_long_as_the_coordinator_wants(coordinators: Coordinators) -> None:
+    running = asyncio.create_task(coordinators.keeper.run())
+    _, line = await coordinators.take_line()
+    await line.until(Hello)
+    denied_at = time.monotonic()
+    line.send(Denied("full", "the cluster has too many nodes", False, 1.0))
+    coordinators.writers[-1].close()
+    await coordinators.take_line()
+    assert time.monotonic() - denied_at >= 1.0, "the first delay is at most 0.75 s"
+    await coordinators.keeper.stop(0.0, GoodbyeReason.STOPPING)
+    await running
+
+
 async def test_an_address_that_answered_is_dialed_first_the_next_time(coordinators: Coordinators) -> None:
     coordinators.servers[1].close()
     running, hello = asyncio.create_task(coordinators.keeper.run()), None

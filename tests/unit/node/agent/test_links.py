@@ -8,8 +8,8 @@ import pytest
 from node.agent.connection import CoordinatorLink
 from node.agent.links import CoordinatorLinks
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, MAX_PLAIN_BYTES, TAG_OF, Splitter, decode, encode
-from wire.frames import Channel, Delta, Deltas, Failed, Finished, Frame
-from wire.refusals import FailureCode
+from wire.frames import Admitted, Channel, Delta, Deltas, Failed, Finished, Frame, Refusal
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.units import KIB
 
 
@@ -65,8 +65,8 @@ def deltas(request: int, size: int) -> Deltas:
     return Deltas((Delta(request, 0, (), ((Channel.TOOL_CALL, "x" * size),)),))
 
 
-def forward(links: CoordinatorLinks, frame: Deltas | Finished) -> None:
-    number = frame.request if isinstance(frame, Finished) else 0
+def forward(links: CoordinatorLinks, frame: Deltas | Finished | Refusal | Failed | Admitted) -> None:
+    number = 0 if isinstance(frame, Deltas) else frame.request
     links.forward_from_engine(TAG_OF[type(frame)], encode(frame), number)
 
 
@@ -166,3 +166,71 @@ async def test_the_requests_of_an_older_link_that_is_lost_fail_on_the_newer_one(
     links.remove(older)
     await transport.receive(1)
     assert transport.frames == [Failed(4, FailureCode.LINK_LOST, "the older of two links to the node was lost")]
+
+
+async def test_a_link_without_requests_closes_when_another_one_is_accepted():
+    links = CoordinatorLinks()
+    _, older = open_link(links)
+    _, newer = open_link(links)
+    async with asyncio.timeout(10):
+        await older.closed.wait()
+    assert not newer.closed.is_set()
+
+
+async def test_the_current_link_is_watched_for_silence_and_then_the_newest_one():
+    links = CoordinatorLinks()
+    assert links.watched is None
+    current, _ = open_link(links)
+    opening = CoordinatorLink("host:1", "cluster", lambda *frame: None, lambda *end: None)
+    opening.connection_made(Transport())  # pyright: ignore[reportArgumentType]
+    links.add(opening)
+    assert links.watched is current
+    links.remove(current)
+    assert (links.current, links.watched) == (None, opening)
+    links.remove(opening)
+    assert links.watched is None
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        end(1),
+        Refusal(1, Refused(RefusalCode.NO_ROOM, "no room")),
+        Failed(1, FailureCode.ENGINE_CRASHED, "the engine ended"),
+    ],
+    ids=lambda frame: type(frame).__name__,
+)
+async def test_the_last_frame_of_a_request_ends_it_and_no_frame_follows(last: Finished | Refusal | Failed):
+    links, ends = CoordinatorLinks(), list[int]()
+    _, transport = open_link(links, 1, 2)
+    links.request_ended.subscribe(lambda: ends.append(links.open_requests))
+    forward(links, Admitted(1, 5, 0))
+    assert ends == []
+    forward(links, last)
+    assert ends == [1]
+    forward(links, last)
+    forward(links, end(2))
+    assert ends == [1, 0]
+    async with asyncio.timeout(10):
+        while len(transport.frames) < 3:
+            await transport.changed.wait()
+            transport.changed.clear()
+    assert [type(frame) for frame in transport.frames] == [Admitted, type(last), Finished]
+
+
+async def test_all_requests_of_a_node_that_stops_fail_with_the_reason_and_end():
+    links, ends = CoordinatorLinks(), list[int]()
+    _, older = open_link(links, 1)
+    _, newer = open_link(links, 2)
+    links.request_ended.subscribe(lambda: ends.append(links.open_requests))
+    assert sorted(links.fail_all("its Mac stopped sharing")) == [1, 2]
+    assert (links.open_requests, ends) == (0, [1, 0])
+    async with asyncio.timeout(10):
+        await older.closed.wait()
+        while not newer.frames:
+            await newer.changed.wait()
+            newer.changed.clear()
+    assert [*older.frames, *newer.frames] == [
+        Failed(request, FailureCode.NODE_STOPPING, "its Mac stopped sharing") for request in (1, 2)
+    ]
+    assert not newer.closed.is_set()
