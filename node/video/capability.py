@@ -89,7 +89,6 @@ class VideoCapability:
 
     def start(self) -> None:
         """Start the periodic check if video is enabled, without waiting for the first result."""
-        self.checked.clear()
         if self.enabled:
             self._task = asyncio.create_task(self._check_periodically())
         else:

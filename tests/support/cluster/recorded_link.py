@@ -33,6 +33,9 @@ class RecordedTransport(asyncio.Transport):
     def close(self) -> None:
         self._closed = True
 
+    def abort(self) -> None:
+        self._closed = True
+
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
 

@@ -34,7 +34,10 @@ def test_texts_become_numbers_and_switches():
         ("memory.cap", "0"),
         ("memory.cap", "120%"),
         ("memory.cap", "999999999999999TiB"),
+        ("memory.cap", str(2**60 + 1)),
         ("memory.margin", "10%"),
+        ("engine.mlx.prefix_cache_size", "10%"),
+        ("engine.mlx.disk_cache_size", "half"),
         ("memory.guard", "maybe"),
         ("memory.tier", "reckless"),
         ("memory.allow_above_metal_limit", "perhaps"),
@@ -55,6 +58,17 @@ def test_texts_become_numbers_and_switches():
 def test_an_impossible_value_is_refused_by_its_key(key: str, value: str):
     with pytest.raises(SettingsError, match=key.replace(".", r"\.")):
         resolve_settings([("--set", {key: value})])
+
+
+def test_the_largest_size_is_allowed():
+    assert resolved(memory__cap=str(2**60)).memory.cap == str(2**60)
+
+
+def test_an_engine_computes_scores_or_vectors():
+    both = r"engine\.scripted\.reranks and engine\.scripted\.dimensions: set one of them only"
+    with pytest.raises(SettingsError, match=both):
+        resolved(engine__scripted__reranks=True, engine__scripted__dimensions=8)
+    assert resolved(engine__scripted__reranks=True).engine.scripted.dimensions == 0
 
 
 def test_a_refused_choice_lists_what_there_is():

@@ -634,6 +634,7 @@ async def test_a_generation_that_cannot_be_stored_ends_no_link_and_is_stored_lat
     line.writer.close()
     await one.ready(await one.linked(generation=7))
     assert one.hello.generation == 7
+    assert one.authority.is_sealed(7, one.hello.seal), "an older coordinator believes no number alone"
     stored = load_identity(one.folder / "identity", "m1")
     assert stored is not None
     assert stored.generation == 7

@@ -16,6 +16,9 @@ from structlog.testing import capture_logs
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.connection import UNREACHED_ROUNDS, CoordinatorLink, DialFailures, NotTheCoordinator, dial
 from node.agent.identity import create_authority_context
+from tests.support.cluster.recorded_link import RecordedTransport
+from wire.codec import encode
+from wire.frames import Ping
 from wire.identity import NodeId, build_coordinator_uri, build_node_uri
 
 
@@ -120,3 +123,16 @@ def test_a_coordinator_that_is_not_reached_is_warned_of_once_with_the_last_cause
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warning["address"] == f"host:{UNREACHED_ROUNDS - 1}"
     assert warning["error"].startswith("self-signed certificate")
+
+
+async def test_bytes_of_a_peer_that_is_not_proven_are_discarded():
+    received = list[int]()
+    link = CoordinatorLink("mac:8081", "c", lambda link, tag, body: received.append(tag), lambda *_: None)
+    transport = RecordedTransport()
+    link.connection_made(transport)
+    link.data_received(encode(Ping(1)))
+    assert received == []
+    with pytest.raises(NotTheCoordinator):
+        link.verify()
+    link.data_received(encode(Ping(2)))
+    assert (received, transport.is_closing()) == ([], True)

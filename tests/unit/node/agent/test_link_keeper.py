@@ -86,7 +86,7 @@ async def test_a_superseded_address_that_cannot_be_removed_is_not_dialed_next(co
     await line.until(Hello)
     assert address == coordinators.latest
     (coordinators.folder / f"identity.json.{os.getpid()}.new").mkdir()  # the address stays in the identity
-    line.send(Denied("superseded", "a restored coordinator is newer"))
+    line.send(Denied("superseded", "a restored coordinator is newer", True))
     await line.ended()
     keeper.fall_asleep(lambda: None)
     keeper.wake_up(1.0)  # dials at once

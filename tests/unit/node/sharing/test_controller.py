@@ -137,6 +137,28 @@ async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+async def test_a_reading_that_fails_ends_no_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("node.sharing.controller.POLL_INTERVAL_SECONDS", 0.001)
+    monkeypatch.setattr("node.sharing.controller.SENSOR_INTERVAL_SECONDS", 0.0)
+    readings = iter([PowerState(plugged=True), None, None, PowerState(plugged=False)])
+    last = PowerState(plugged=False)
+
+    def read() -> PowerState:
+        reading = next(readings, last)
+        if reading is None:
+            raise RuntimeError("the tool of the system printed nonsense")
+        return reading
+
+    mac, paused = Mac(), asyncio.Event()
+    mac.on_sharing_change = lambda sharing: paused.set()
+    sharer = SharingController(msgspec.convert({"when": "plugged-in"}, SharingSettings), tmp_path, mac, read=read)
+    await sharer.start()
+    assert sharer.sharing_state.shared
+    await asyncio.wait_for(paused.wait(), 30)
+    assert sharer.sharing_state.why == "the Mac is on battery and shares only on mains power"
+    await sharer.stop()
+
+
 @pytest.mark.parametrize(("every", "reads"), [(100.0, False), (0.0, True)])
 async def test_power_is_read_again_only_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: float, *, reads: bool

@@ -50,6 +50,10 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
     again = LoadTimes(tmp_path)
     assert again.estimate_seconds(str(MAX_MODELS), GIB, 0.0) == MAX_MODELS + 1.0
     assert len(again.measured.models) == MAX_MODELS
+    oldest, second, *_ = again.measured.models
+    again.record(oldest, GIB, read=9.0, warm=1.0, probe=0.0)
+    again.record("new", GIB, read=9.0, warm=1.0, probe=0.0)
+    assert (oldest in again.measured.models, second in again.measured.models) == (True, False), "the order of loads"
     assert [file.name for file in tmp_path.iterdir()] == [FILE]
 
 
@@ -69,7 +73,8 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
 )
 def test_a_file_that_makes_no_sense_is_ignored(tmp_path: Path, text: bytes):
     (tmp_path / FILE).write_bytes(text)
-    assert LoadTimes(tmp_path).estimate_seconds("a", 0, 0.0) == ASSUMED_WARMUP_SECONDS
+    expected = GIB / MIN_LOAD_BYTES_PER_SECOND + ASSUMED_WARMUP_SECONDS
+    assert LoadTimes(tmp_path).estimate_seconds("a", GIB, 0.0) == expected
 
 
 def test_parts_of_a_very_long_load_leave_the_file_usable(tmp_path: Path):

@@ -312,10 +312,10 @@ def test_calls_have_the_names_of_the_client_and_the_first_form_of_tools_with_cal
     assert (asked, calls.count) == ([[1], [2]], 2)
 
 
-@pytest.mark.parametrize(("more", "calls"), [(0, 1), (1, 0)])
-def test_a_call_beyond_the_limit_of_a_frame_becomes_content(more: int, calls: int):
+@pytest.mark.parametrize(("letter", "more", "calls"), [("x", 0, 1), ("x", 1, 0), ("ü", 1, 0)])
+def test_a_call_beyond_the_limit_of_a_frame_becomes_content(letter: str, more: int, calls: int):
     empty = len(json.dumps(call(arguments='{"at": ""}')))
-    long = "x" * (MAX_CALL_BYTES - empty + more)
+    long = letter * ((MAX_CALL_BYTES - empty) // len(letter.encode()) + more)
     made = run(pipeline([LOOK], parser=lambda block, _: {"name": "look", "arguments": {"at": long}}), [0])
     assert len(made.calls) == calls
     assert made.content == ("" if calls else LOOK)

@@ -55,6 +55,31 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
             process.kill()
 
 
+@pytest.mark.timeout(60)
+def test_a_driver_that_cannot_connect_ends_with_the_cause():
+    from node.video.ray.driver import FAILED
+
+    ours, theirs = socket.socketpair()
+    fails = RAY.replace("threading.Event().wait()", "1 / 0")
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", fails, str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=(theirs.fileno(),),
+        )
+    with ours, process:
+        try:
+            ours.sendall(encode_message(ConnectDriver("127.0.0.1:1")))
+            assert process.wait(20) == FAILED
+            assert process.stderr is not None
+            assert process.stderr.read() == b"ZeroDivisionError: division by zero\n"
+        finally:
+            process.kill()
+
+
 class Sent:
     """Records the messages of a driver, in place of its socket."""
 
@@ -106,7 +131,7 @@ async def turned(wanted: Callable[[], object]) -> None:
 async def test_a_started_actor_is_reported_and_a_failed_one_is_ended_with_a_cause():
     async def create(wanted: CreateActor) -> None:
         if wanted.lease == "lease_2":
-            raise ValueError("no")
+            raise ValueError("n" * 401)
         if wanted.lease == "lease_3":
             await asyncio.Event().wait()
 
@@ -116,7 +141,7 @@ async def test_a_started_actor_is_reported_and_a_failed_one_is_ended_with_a_caus
     await scene.end()
     assert scene.sent.messages == [
         ActorCreated("lease_1"),
-        ActorNotCreated("lease_2", "ValueError: no"),
+        ActorNotCreated("lease_2", f"ValueError: {'n' * 400}"),
         ActorNotCreated("lease_3", "Ray started no actor within 0 s"),
     ]
     assert scene.killed == ["lease_2", "lease_3"]

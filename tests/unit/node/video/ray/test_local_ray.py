@@ -3,14 +3,25 @@
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from node.settings import WorkerSettings
 from node.video.ray import local_ray
+from node.video.ray.driver_link import (
+    ConnectDriver,
+    CreateActor,
+    DriverConnected,
+    KillActor,
+    MessageReader,
+    ToDriver,
+    encode_message,
+)
 from node.video.ray.local_ray import LocalRay
+from node.video.ray.ray_process import SESSIONS
+from tests.support.processes import until
+from wire.units import GIB
 
 DOCS = Path(__file__).parents[5] / "docs" / "video.md"
 
@@ -44,18 +55,40 @@ class ObservedRay(LocalRay):
         )
 
 
+PROGRAM = """#!{python} -SE
+import os, socket, sys
+
+module, words = sys.argv[3], sys.argv[4:]
+if module == "node.video.ray.ray_child":
+    os.chmod({sessions!r}, 0o777)  # as Ray does
+    with open({folder!r} + "/words", "w") as file:
+        file.write("\\n".join(words))
+    print("Ray runtime started", flush=True)
+    sys.stdin.read()
+else:
+    agent = socket.socket(fileno=int(words[0]))
+    agent.sendall({connected!r})
+    with open({folder!r} + "/orders", "ab", buffering=0) as file:
+        while data := agent.recv(65536):
+            file.write(data)
+"""
+"""Interpreter in whose place Ray and its driver run: Ray is up at once, and the driver connects and stores its orders.
+"""
+
+
 @pytest.fixture
 def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObservedRay:
-    program = """import os, sys
-os.chmod(sys.argv[1], 0o777)  # as Ray does
-print("Ray runtime started", flush=True)
-sys.stdin.read()"""
-    monkeypatch.setattr(local_ray, "build_command", lambda _, own, __: [sys.executable, "-c", program, str(own)])
-
-    def no_driver(self: local_ray.DriverProcess, address: str, variables: Mapping[str, str]) -> None:
-        return
-
-    monkeypatch.setattr(local_ray.DriverProcess, "start", no_driver)
+    program = tmp_path / "python"
+    program.write_text(
+        PROGRAM.format(
+            python=sys.executable,
+            sessions=str(tmp_path / "ray" / SESSIONS),
+            folder=str(tmp_path),
+            connected=encode_message(DriverConnected()),
+        )
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
     return ObservedRay(tmp_path)
 
 
@@ -124,6 +157,44 @@ async def test_each_start_has_a_new_token_in_a_private_file(one: ObservedRay, tm
     await changed(one, "")
     assert (len(first), first != token.read_text()) == (64, True)
     await one.stop()
+
+
+@pytest.mark.slow
+async def test_rests_of_an_earlier_ray_are_removed_and_the_driver_gets_address_and_orders(
+    one: ObservedRay, tmp_path: Path
+):
+    sessions, outside = tmp_path / "ray" / SESSIONS, tmp_path / "outside"
+    for folder in (sessions / "session_1" / "logs", sessions / "kept", outside):
+        folder.mkdir(parents=True)
+        (folder / "file").touch()
+    (sessions / "session_latest").symlink_to(outside)
+    (sessions / "ray_current_cluster").write_text("127.0.0.1:6486")
+    one.start_actor("lease_1", 3, "/leases/1", 3 * GIB)
+    one.set_offered(wanted=True)
+    one.set_allowed(on=True)
+    await changed(one, None)
+    assert sorted(path.name for path in sessions.iterdir()) == ["kept", "session_latest"]
+    assert (outside / "file").exists()
+    orders, expected = (
+        tmp_path / "orders",
+        [
+            ConnectDriver("127.0.0.1:6486"),
+            CreateActor("lease_1", 3, "/leases/1", 3.0, WorkerSettings().start_timeout_seconds),
+        ],
+    )
+    await asyncio.to_thread(until, lambda: len(read_orders(orders)) == len(expected), 20)
+    assert read_orders(orders) == expected
+    words = (tmp_path / "words").read_text().splitlines()
+    assert {"start", "--block", "--head", "--port=6486", f"--temp-dir={sessions}"} <= set(words)
+    one.end_actor("lease_1")
+    await asyncio.to_thread(until, lambda: len(read_orders(orders)) == 3, 20)
+    assert read_orders(orders)[2:] == [KillActor("lease_1")]
+    await one.stop()
+    assert (one.pid, one.allowed, one.active) == (None, False, False)
+
+
+def read_orders(file: Path) -> list[ConnectDriver | CreateActor | KillActor]:
+    return MessageReader(ToDriver).feed(file.read_bytes()) if file.exists() else []
 
 
 async def test_orders_without_a_driver_are_sent_to_the_next_one(tmp_path: Path):
