@@ -113,7 +113,11 @@ async def test_nothing_runs_before_a_node_offers_video_and_is_allowed_to(one: Ob
     assert (one.pid, one.node, one.active) == (None, "", False)
     one.set_offered(wanted=False)
     one.set_allowed(on=True)
+    assert (one.allowed, one.news.is_set()) == (True, True), "the node reports it"
+    one.news.clear()
+    one.set_allowed(on=True)
     await turns()
+    assert not one.news.is_set()
     assert (one.pid, one.node, one.active) == (None, "", False)
     one.set_offered(wanted=True)
     first = await changed(one, None)

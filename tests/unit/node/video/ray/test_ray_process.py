@@ -5,6 +5,7 @@ import os
 import stat
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,6 +24,15 @@ def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch:
     found.symlink_to(tmp_path)
     with pytest.raises(NotADirectoryError, match=f"{found} is no folder: delete it"):
         ray_process.create_short_folder(Path("/some/state", "x" * 90))
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    user = os.getuid()
+    monkeypatch.setattr(ray_process, "os", SimpleNamespace(**{**vars(os), "getuid": lambda: user + 1}))
+    with pytest.raises(PermissionError, match="belongs to another user: delete it as that user or as an administrator"):
+        ray_process.create_short_folder(Path("/some/state"))
 
 
 def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(tmp_path: Path):
