@@ -1,5 +1,6 @@
 """The store of digests and the content hash of a model."""
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ import pytest
 from node.hub.digests import (
     ContentHasher,
     DigestStore,
+    DigestStoreError,
     compute_content,
     find_content,
     hash_file,
@@ -21,6 +23,7 @@ from node.hub.digests import (
 )
 from tests.support.hub.hub import git_sha1
 from tests.support.processes import ROOT, environment
+from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile
 
 CONTENT = b"weights"
@@ -176,3 +179,19 @@ def test_the_lock_of_the_store_is_private_and_can_be_taken_again(tmp_path: Path)
         store.add({})
     (lock,) = (path for path in (tmp_path / "state").iterdir() if path.name.endswith(".lock"))
     assert stat.S_IMODE(lock.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "step"),
+    [
+        (errno.ENOSPC, ModelOrderCode.DISK_FULL, "free disk space there, then try again"),
+        (errno.EDQUOT, ModelOrderCode.DISK_FULL, "free disk space there, then try again"),
+        (errno.EACCES, ModelOrderCode.FAILED, "check its folder, then try again"),
+    ],
+)
+def test_a_store_that_cannot_be_written_has_the_next_step(tmp_path: Path, number: int, code: str, step: str):
+    error = DigestStoreError(tmp_path / "digests.json", OSError(number, os.strerror(number)))
+    assert (error.code, error.message) == (
+        code,
+        f"the digests of files cannot be written to {tmp_path / 'digests.json'}: {os.strerror(number)}: {step}",
+    )

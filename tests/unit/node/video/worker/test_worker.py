@@ -82,7 +82,8 @@ def test_failures_have_names():
         pass
 
     assert worker.classify_error(TensorHealthError(), began=True) == "output_invalid"
-    assert worker.classify_error(OSError(errno.ENOSPC, "full"), began=True) == "disk_full"
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        assert worker.classify_error(OSError(number, "full"), began=True) == "disk_full"
     assert worker.classify_error(FileNotFoundError(), began=False) == "model_invalid"
     assert worker.classify_error(ValueError(), began=False) == "generation_failed"
     assert worker.classify_error(RuntimeError(), began=True) == "generation_failed"
