@@ -166,6 +166,7 @@ def test_a_banned_model_is_not_loaded_again(tmp_path: Path):
         shutil.copytree(models.path("llama"), tmp_path / name)
     driver = Driver(tmp_path, limits=LIMITS)
     driver.take(RestoreModels(("bad", "good", "gone"), (ModelBan("bad", 600.0, "it crashed"),)))
+    assert [driver.engine.parts.model_manager.is_loading(name) for name in ("bad", "good")] == [False, True]
     driver.until(lambda: not driver.engine.parts.model_manager.busy)
     assert set(driver.engine.parts.models.loaded) == {"good"}
     assert driver.engine.loads == 1

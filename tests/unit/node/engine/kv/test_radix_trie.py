@@ -82,3 +82,13 @@ def test_a_prompt_of_six_thousand_tokens_is_looked_up_within_a_millisecond():
         figures.append(time.perf_counter() - begun)
     assert match.shared == 6000
     assert min(figures) <= 0.001
+
+
+@pytest.mark.parametrize(
+    ("most", "exact"), [(0, None), (1, None), (2, "short"), (3, "short"), (4, "long"), (5, "long"), (9, "long")]
+)
+def test_an_exact_match_has_at_most_the_allowed_length(most: int, exact: str | None):
+    trie: RadixTrie[str] = RadixTrie()
+    trie.put(pack([1, 2]), "short")
+    trie.put(pack([1, 2, 3, 4]), "long")
+    assert trie.match(pack([1, 2, 3, 4, 5]), most).exact == exact
