@@ -161,8 +161,9 @@ async def test_a_child_ends_when_the_node_has_work_and_at_the_stop(tmp_path: Pat
         assert node.hasher.find_unhashed() == folder, "a cancelled child is no failure"
         node.busy = False
     await asyncio.to_thread(until, lambda: bool(list_children("node.hub.verifier")), 60)
-    async with asyncio.timeout(20):
-        await node.hasher.stop()
+    stopping = asyncio.create_task(node.hasher.stop())
+    done, _ = await asyncio.wait((stopping,), timeout=20)
+    assert done == {stopping}, "the stop does not wait for the files"
     assert list_children("node.hub.verifier") == []
 
 
