@@ -105,7 +105,8 @@ class ApiSession:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise CommandError(1, f"{self.state / name} cannot be read: {error}") from None
+            step = "check the owner and the mode of the file" if isinstance(error, OSError) else "delete the file"
+            raise CommandError(1, f"{self.state / name} cannot be read: {error}: {step}") from None
         if not isinstance(content, dict) or not _FIELDS[name] <= content.keys():
             fields = " and ".join(sorted(_FIELDS[name]))
             raise CommandError(1, f"{self.state / name} has no {fields}: delete the file")

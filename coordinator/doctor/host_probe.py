@@ -151,6 +151,17 @@ class HostProbe:
         return self.platform == "darwin"
 
     @property
+    def knows_coordinator(self) -> bool:
+        """Whether a coordinator is known to the session.
+
+        True as well if a file of the state folder cannot be read. The failure of each request then names the file.
+        """
+        try:
+            return self.session.running
+        except CommandError:
+            return True
+
+    @property
     def has_cluster(self) -> bool:
         """Whether the state folder contains the state of a coordinator."""
         return (self.state / "cluster.db").exists()

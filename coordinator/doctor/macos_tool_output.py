@@ -10,8 +10,8 @@ from itertools import pairwise
 
 NO_ROUTE = 65
 """EHOSTUNREACH on macOS: the immediate error of a connection that local network privacy blocks."""
-REFUSED = (61, 111)
-"""ECONNREFUSED, on macOS and on Linux: the machine exists and answers."""
+REFUSED = 61
+"""ECONNREFUSED on macOS: the machine exists and answers."""
 MIN_MACOS_VERSION = 14
 """First version of macOS on which nodes run."""
 
@@ -52,7 +52,7 @@ def parse_blocked(listing: str, program: str) -> bool | None:
     """Return whether the firewall blocks a program (path), from `socketfilterfw --listapps`; None if not listed."""
     lines = listing.splitlines()
     for line, after in pairwise(lines):
-        if program in line:
+        if line.partition(":")[2].strip() == program:
             return "block" in after.casefold()
     return None
 
@@ -100,7 +100,7 @@ class Reachability:
 
 def is_answer(code: int | None) -> bool:
     """Return whether a result in `Reachability` means that a machine answered. A refused connection is an answer."""
-    return code == 0 or code in REFUSED
+    return code in (0, REFUSED)
 
 
 def is_blocked(reach: Reachability) -> bool:

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from coordinator.client.errors import PIN, UNREACHABLE, CommandError
+from coordinator.client.errors import PIN, UNREACHABLE
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
@@ -44,10 +44,7 @@ def check_settings(here: HostProbe) -> Finding:
     inspection = here.read_inspection()
     if inspection is None:
         return warn(NO_INSPECTION, "run `cluster config check`")
-    try:
-        report = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
-    except CommandError as error:
-        return warn(error.message, "run `cluster config check`")
+    report = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
     now = read_running_settings(here.session, inspection)
     changed = sum(row["origin"] != "default" for row in now.rows or report.rows)
     text = f"settings that are not the default: {changed}" if changed else "every setting has its default"
@@ -80,7 +77,7 @@ def check_coordinator(here: HostProbe) -> Finding:
     """
     inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
-    if here.session.running or here.has_cluster:
+    if here.knows_coordinator or here.has_cluster:
         return _check_endpoint(here)
     if not here.has_node:
         return not_here(NO_CLUSTER)
@@ -92,7 +89,7 @@ def check_coordinator(here: HostProbe) -> Finding:
 
 
 def _check_endpoint(here: HostProbe) -> Finding:
-    if not here.session.running:
+    if not here.knows_coordinator:
         return fail(f"the coordinator of {here.state} is not running", "`cluster up`, or `cluster service restart`")
     began = time.monotonic()
     answer = here.read_version()
@@ -181,6 +178,8 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
     inspection = here.read_inspection() if here.has_node else None
     if inspection and inspection["identity"]:
         expiries["node"] = inspection["identity"]["expires"]
+        if "authority" not in expiries and inspection["identity"].get("authority_expires"):
+            expiries["authority"] = inspection["identity"]["authority_expires"]
         shown = [dial["expires"] for dial in inspection["dialled"] if dial["expires"]]
         expiries |= {"coordinator": min(shown)} if shown else {}
     return expiries
@@ -217,7 +216,7 @@ def check_clock(here: HostProbe) -> Finding:
         if skew < -BACKDATED_SECONDS:
             text = f"the clock is before the creation of the cluster at {created:%Y-%m-%d %H:%M} UTC"
             return fail(text, SET_CLOCK, skew=round(skew))
-    if here.session.running:
+    if here.knows_coordinator:
         skew = _measure_clock_difference(here)
         where = "the coordinator's endpoint"
     else:
@@ -262,7 +261,7 @@ def check_protocol(here: HostProbe) -> Finding:
     from importlib.metadata import version
 
     ours = version("macpool")
-    if not here.session.running:
+    if not here.knows_coordinator:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)")
     coordinator_version, nodes = here.read_version(), here.read_nodes()
     if coordinator_version.value is None:

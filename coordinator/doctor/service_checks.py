@@ -27,10 +27,10 @@ def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Findin
         return warn(str(error), "`cluster service status` has details")
     if unit.program and not os.access(unit.program[0], os.X_OK):
         return fail(f"the service's Python is missing: {unit.program[0]}", REPAIR)
-    kind = str((parse_own_job(unit.text.encode()) or {}).get("ProcessType")) if host.mac else ""
-    if host.mac and kind != "Interactive":
-        return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
     if not service_state.running:
         ended = f", last exit: {service_state.last_exit}" if service_state.last_exit else ""
         return fail(f"the service is installed but not running{ended}", f"`cluster service logs` shows why; {REPAIR}")
+    kind = str((parse_own_job(unit.text.encode()) or {}).get("ProcessType")) if host.mac else ""
+    if host.mac and kind != "Interactive":
+        return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
     return ok(f"the service runs as {unit.user}, process {service_state.pid}", pid=service_state.pid)

@@ -122,8 +122,8 @@ def _write_bundle(here: "HostProbe", file: Path, results: "list[CheckResult]") -
         },
         "settings.json": settings,
         "running.json": {"who": now.roles, "settings": redact_settings(now.rows)},
-        "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
-        "nodes.json": here.read_nodes().value if here.session.running else None,
+        "conditions.json": here.get("/api/v1/conditions").value if here.knows_coordinator else None,
+        "nodes.json": here.read_nodes().value if here.knows_coordinator else None,
     }
     try:
         write_bundle(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())

@@ -60,6 +60,9 @@ def test_a_program_in_the_firewalls_list():
     assert macos_tool_output.parse_blocked(LISTED, "/opt/uv/python3.11") is True
     assert macos_tool_output.parse_blocked(LISTED, "/opt/homebrew/bin/python3.12") is False
     assert macos_tool_output.parse_blocked(LISTED, "/opt/other") is None
+    assert macos_tool_output.parse_blocked(LISTED, "/opt/uv/python3.1") is None, "a prefix is another program"
+    spaced = "1 :  /opt/uv: a/python3.11 \n  \t ( Block incoming connections )\n"
+    assert macos_tool_output.parse_blocked(spaced, "/opt/uv: a/python3.11") is True
 
 
 def test_filevault_and_lid():
@@ -97,6 +100,9 @@ def test_is_blocked_distinguishes_privacy_from_a_network_failure(gateway: int | 
         ({"TERM_PROGRAM": "tmux"}, "tmux", False),
         ({"XPC_SERVICE_NAME": "org.macpool"}, "the launchd job org.macpool", False),
         ({"XPC_SERVICE_NAME": "0", "TERM_PROGRAM": "iTerm.app"}, "iTerm", False),
+        ({"XPC_SERVICE_NAME": "", "TERM_PROGRAM": "WarpTerminal"}, "Warp", False),
+        ({"SSH_CONNECTION": "1 2 3 4", "TERM_PROGRAM": "tmux"}, "the SSH session", True),
+        ({"TERM_PROGRAM": "ghostty"}, "ghostty", False),
         ({}, "the program that started this", False),
     ],
 )
@@ -121,6 +127,12 @@ def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
     assert gpu is found
     assert "\\" not in message
     assert message or "panic(cpu" not in report
+
+
+def test_parse_panic_shortens_a_message_after_its_words_are_read():
+    text = "x" * 119
+    report = f"panic(cpu 0 caller 0x1): {text} completeMemory() of IOGPU"
+    assert macos_tool_output.parse_panic(report) == (f"{text} ", True)
 
 
 @given(st.text(max_size=200))

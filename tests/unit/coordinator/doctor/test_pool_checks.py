@@ -1,5 +1,6 @@
 """Checks of a machine's place in a pool, with a coordinator on loopback, real certificates and logs."""
 
+import errno
 import json
 import socket
 import sys
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.client.errors import PIN
+from coordinator.client.api_client import ApiSession
+from coordinator.client.errors import PIN, REFUSED, UNREACHABLE
 from coordinator.doctor import pool_checks as checks
 from coordinator.doctor.finding import Finding
 from coordinator.doctor.host_probe import CoordinatorAnswer, HostProbe, ToolOutput
@@ -82,9 +84,10 @@ def answering(tmp_path: Path) -> Iterator[Answering]:
 
 def test_a_coordinator_that_answers_is_named_with_its_version(tmp_path: Path, answering: Answering):
     answering.answers["/api/v1/version"] = {"version": "1.2.3"}
+    began = time.monotonic()
     found = checks.check_coordinator(pretended(tmp_path))
     assert seen(found) == ("ok", "the coordinator answers, version 1.2.3", "")
-    assert 0 <= float(found.numbers["seconds"] or 0) < 5
+    assert 0 < float(found.numbers["seconds"] or 0) <= time.monotonic() - began
 
 
 def test_a_key_that_is_refused_is_a_failure_with_the_verb_that_makes_one(tmp_path: Path, answering: Answering):
@@ -93,8 +96,33 @@ def test_a_key_that_is_refused_is_a_failure_with_the_verb_that_makes_one(tmp_pat
     assert "cluster key create NAME --scope admin" in found.fix
 
 
-def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
+def test_check_coordinator_advises_by_the_kind_of_failure(tmp_path: Path, answering: Answering):
+    here = pretended(tmp_path)
+    for code, step in (
+        (UNREACHABLE, "check that it runs and that its address is the same: `cluster up`"),
+        (REFUSED, "check its log: `cluster logs`, or STATE/logs/coordinator.log"),
+    ):
+        object.__setattr__(here, "read_version", lambda code=code: CoordinatorAnswer(None, code, "it fails"))
+        found = checks.check_coordinator(here)
+        assert (seen(found)[:2], found.fix.startswith(step)) == (("fail", "it fails"), True)
+    assert answering.answers == {}
+
+
+@pytest.mark.parametrize(("content", "step"), [("{", "delete the file"), ("[]", "delete the file")])
+def test_a_damaged_run_file_is_named_and_is_no_fault_of_the_checks(tmp_path: Path, content: str, step: str):
+    (tmp_path / "run.json").write_text(content)
+    here = pretended(tmp_path)
+    found = checks.check_coordinator(here)
+    assert found.result == "fail"
+    assert (found.text.startswith(str(tmp_path / "run.json")), found.text.endswith(step)) == (True, True), found.text
+    assert [check(here).result for check in (checks.check_clock, checks.check_protocol)] == ["not here"] * 2
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path, node: bool):
     (tmp_path / "cluster.db").touch()
+    if node:  # a node that the coordinator's machine runs as well
+        joined(tmp_path)
     found = checks.check_coordinator(pretended(tmp_path))
     expected = f"the coordinator of {tmp_path} is not running", "`cluster up`, or `cluster service restart`"
     assert seen(found) == ("fail", *expected)
@@ -115,6 +143,13 @@ def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
             [{**PEER, "proven": False, "error": "self-signed"}],
             "fail",
             "192.168.1.20:8081: self-signed; the process that answers is not the coordinator that this node joined",
+            True,
+        ),
+        (
+            [{**PEER, "errno": 61, "proven": None, "error": "refused"}, {**PEER, "address": "b:1", "proven": False}],
+            "fail",
+            "192.168.1.20:8081: refused; b:1: no TLS; the process that answers is not the coordinator that this node "
+            "joined",
             True,
         ),
         ([], "fail", "no address is stored", False),
@@ -214,6 +249,20 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     assert ("two thirds of their validity" in found.fix) is (result == "warn")
 
 
+def test_check_certificates_reads_each_certificate_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made = lives(tmp_path, 60 * DAY)
+    now = made.validity[0] + 4000 * DAY
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: now)
+        found = checks.check_certificates(pretended(tmp_path))
+    assert found.result == "fail"
+    assert found.fix.startswith("authority has expired: check the clock; if it is right, restart the coordinator")
+    for damaged, readable in (("authority", "coordinator"), ("coordinator", None)):
+        (tmp_path / "authority" / f"{damaged}.pem").write_text("no certificate")
+        found = checks.check_certificates(pretended(tmp_path))
+        assert list(found.numbers) == ([readable] if readable else [])
+
+
 @pytest.mark.parametrize(("ahead", "result"), [(25 * 3600, "fail"), (23 * 3600, "not here"), (-3600, "not here")])
 def test_a_clock_before_the_creation_of_the_cluster_is_a_failure(tmp_path: Path, ahead: int, result: str):
     (tmp_path / "cluster.db").touch()
@@ -242,6 +291,19 @@ def test_check_certificates_of_a_node_uses_own_and_earliest_presented_expiry(tmp
     )
     found = checks.check_certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
     assert (found.result, "node has expired" in found.text) == ("fail", True)
+
+
+@pytest.mark.parametrize(("days", "result"), [(100, "ok"), (13, "warn"), (-1, "fail")])
+def test_check_certificates_of_a_node_includes_the_authority(tmp_path: Path, days: int, result: str):
+    joined(tmp_path)
+    now = time.time()
+    identity = {"expires": now + 30 * DAY, "authority_expires": now + days * DAY}
+    found = checks.check_certificates(pretended(tmp_path, identity=identity))
+    assert found.result == result
+    assert {name: round(float(left or 0) / DAY) for name, left in found.numbers.items()} == {
+        "node": 30,
+        "authority": days,
+    }
 
 
 def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
@@ -295,6 +357,22 @@ def test_an_unknown_clock_is_omitted(tmp_path: Path, answering: Answering, monke
     assert checks.check_clock(pretended(tmp_path)).numbers == {"skew": 1.235}
 
 
+class SlowSession(ApiSession):
+    """A session whose coordinator takes 3 s to answer, on a clock of the test."""
+
+    now = 2e9
+
+    def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
+        SlowSession.now += 3.0
+        return {"version": "1", "time": self.now - 1.5 - 4.0}
+
+
+def test_the_time_of_the_answer_is_the_middle_of_the_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("time.time", lambda: SlowSession.now)
+    found = checks.check_clock(HostProbe(SlowSession(tmp_path, "http://127.0.0.1:1", None, "text")))
+    assert (found.result, found.numbers) == ("ok", {"skew": 4.0})
+
+
 def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 100)
     (tmp_path / "logs").mkdir()
@@ -329,7 +407,8 @@ def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
     answering.answers["/api/v1/nodes"] = {"nodes": nodes}
     found = checks.check_protocol(pretended(tmp_path))
     assert (found.result, found.text, found.numbers) == ("warn", f"{expected}; elsewhere 0.0.1", {"nodes": 2})
-    assert f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work together" in found.fix
+    step = "work together: update the older machines, the coordinator first"
+    assert found.fix == f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} {step}"
     answering.answers |= {"/api/v1/version": {"version": "9.9.9"}, "/api/v1/nodes": {"nodes": []}}
     found = checks.check_protocol(pretended(tmp_path))
     assert (found.result, found.text.endswith("elsewhere 9.9.9")) == ("warn", True)
@@ -345,12 +424,16 @@ def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
     assert "router.queue_timeout_seconds" in found.text
     assert "cluster config check" in found.fix
     (tmp_path / "config.toml").unlink()
+    environ = {"MACPOOL_ROUTER__QUEUE_TIMEOUT_SECONDS": "later"}
+    found = checks.check_settings(pretended(tmp_path, environ=environ))
+    assert (found.result, "router.queue_timeout_seconds" in found.text) == ("fail", True)
     assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
 
 
 def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_path: Path):
     (tmp_path / "config.toml").write_text("[router]\nqueue_timeout_seconds = 7\n")
-    assert seen(checks.check_settings(pretended(tmp_path)))[:2] == ("ok", "settings that are not the default: 1")
+    found = checks.check_settings(pretended(tmp_path))
+    assert (seen(found), found.numbers) == (("ok", "settings that are not the default: 1", ""), {"changed": 1})
     (tmp_path / "config.toml").write_text("[router]\n" + "".join(f"wrong{number} = 1\n" for number in range(4)))
     found = checks.check_settings(pretended(tmp_path))
     assert (found.result, found.numbers, found.text.count("router.wrong")) == ("fail", {"wrong": 4}, 3)
@@ -359,8 +442,10 @@ def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_p
 @pytest.mark.parametrize(("differing", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
 def test_check_settings_counts_differences_from_the_running_process(tmp_path: Path, differing: int, more: str):
     drift = [{"key": f"node.x{number}", "running": "a", "now": "b"} for number in range(differing)]
-    found = checks.check_settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
-    assert (found.result, found.numbers["drift"]) == ("warn", differing)
+    rows = [{"key": key, "value": "", "origin": "--set"} for key in ("sharing.when", "memory.cap")]
+    found = checks.check_settings(pretended(tmp_path, running={"settings": rows, "drift": drift}))
+    assert (found.result, found.numbers) == ("warn", {"changed": 2, "drift": differing})
+    assert "the running processes have memory.cap, sharing.when from flags or their environment; " in found.text
     assert found.text.endswith(f"config.toml has node.x0 = b, the running process uses a{more}")
 
 
@@ -380,6 +465,18 @@ def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: py
 def event(seconds_ago: float, level: str = "error", name: str = "denied") -> str:
     at = datetime.fromtimestamp(time.time() - seconds_ago, UTC).isoformat()
     return json.dumps({"event": name, "level": level, "timestamp": at}) + "\n"
+
+
+def test_errors_are_counted_by_utc_in_every_time_zone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "node.log").write_text(event(3700) + event(3500))
+    for zone in ("America/Los_Angeles", "Asia/Tokyo"):
+        with monkeypatch.context() as patch:
+            patch.setenv("TZ", zone)
+            time.tzset()
+            found = checks.check_log_errors(pretended(tmp_path))
+        time.tzset()
+        assert found.numbers == {"errors": 1}, zone
 
 
 def test_the_last_error_of_both_logs_is_named(tmp_path: Path):
@@ -442,9 +539,33 @@ def test_taken_ports_of_ray_are_a_failure_unless_our_own_ray_runs(tmp_path: Path
 
 @pytest.mark.usefixtures("ray")
 def test_free_ports_of_ray_are_no_fault(tmp_path: Path):
-    here = pretended(tmp_path, video={"enabled": True, "first_port": free_range(60)})
+    first = free_range(60)
+    here = pretended(tmp_path, video={"enabled": True, "first_port": first})
+    with (
+        socket.create_server(("127.0.0.1", first + 3)) as server,
+        socket.create_connection(server.getsockname()) as end,
+    ):
+        server.accept()[0].close()  # the port is then in TIME_WAIT
+        end.recv(1)
     found = checks.check_video(here)
     assert (found.result, found.text.endswith(", all free"), found.numbers) == ("ok", True, {"taken": 0})
+    with ExitStack() as held:
+        for port in (first + 4, first + 9, first + 59):
+            held.enter_context(socket.create_server(("127.0.0.1", port)))
+        found = checks.check_video(here)
+    assert (found.result, found.numbers) == ("fail", {"taken": 3})
+    assert found.text.endswith(f": 3 of them are in use, the first is {first + 4}")
+
+
+@pytest.mark.usefixtures("ray")
+def test_a_port_that_this_user_may_not_use_is_not_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Denied(socket.socket):
+        def bind(self, address: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("socket.socket", Denied)
+    found = checks.check_video(pretended(tmp_path, video={"enabled": True, "first_port": 1}))
+    assert (found.result, found.numbers) == ("ok", {"taken": 0})
 
 
 def test_without_ray_its_ports_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,14 +15,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
-from coordinator.doctor.service_checks import check_service
 from coordinator.service import installer, launchd, service_manager
 from coordinator.service.installer import install, uninstall
 from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account, find_group_name
 from tests.support.coordinator.sync_log import SyncLog
 from tests.support.managers import calls, manager
-from tests.support.pretended_mac import pretended
 
 USER = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
 BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
@@ -427,26 +425,6 @@ def test_check_plan_refuses_invalid_plans(tmp_path: Path, arguments: list[str], 
     done = invoke(host, "install", "--state", state, *arguments)
     assert (done.exit_code, says in done.output) == (code, True), done.output
     assert calls(tmp_path) == []
-
-
-# Checks by the doctor
-
-
-def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):
-    host, wanted = manager(tmp_path, "darwin"), plan(tmp_path, python="/bin/sh")
-    here = pretended(tmp_path / "state")
-    assert check_service(here, host).result == "not here"
-    install(host, wanted)
-    assert check_service(here, host).result == "ok"
-    (tmp_path / "bin" / "broken").touch()
-    assert check_service(here, host).result == "fail"
-    (tmp_path / "bin" / "broken").unlink()
-    host.unit.write_text(host.render_unit(wanted).replace("Interactive", "Standard"))
-    assert "throttles" in check_service(here, host).text
-    host.unit.write_text(host.render_unit(wanted).replace("/bin/sh", "/opt/gone/python"))
-    assert "is missing" in check_service(here, host).text
-    host.unit.write_text("somebody's")
-    assert check_service(here, host).result == "warn"
 
 
 @BOTH
