@@ -3,8 +3,10 @@
 import fcntl
 import json
 import os
+import platform
 import stat
 import tarfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def test_a_name_of_a_field_can_hold_nothing_either():
 
 
 def test_parse_event_keeps_types_and_frames_of_an_exception_only():
-    text = f"ValueError from KeyError: {PROMPT}\ntext.py:12 render\n{PROMPT}\nloop.py:3 step"
+    text = f"ValueError from KeyError: {PROMPT}\ntext.py:12 render\n{PROMPT}\nx.py:1 f {PROMPT}\nloop.py:3 step"
     found = parse_event(json.dumps({**EVENT, "exception": text}))
     assert found is not None
     assert found["exception"] == "ValueError\ntext.py:12 render\nloop.py:3 step".replace(
@@ -79,7 +81,14 @@ def test_parse_event_keeps_numbers_booleans_and_known_words():
 
 
 def test_parse_event_omits_event_names_of_libraries():
-    assert parse_event(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == OMITTED  # pyright: ignore
+    for logger, name in (
+        ("httpx", OMITTED),
+        ("uvicorn.error", OMITTED),
+        ("nodes.x", OMITTED),
+        *((f"{package}.x", "link lost") for package in ("coordinator", "node", "router", "host", "wire")),
+    ):
+        line = parse_event(json.dumps({**EVENT, "logger": logger, "event": "link lost"}))
+        assert (line or {})["event"] == name, logger
 
 
 def test_lines_of_other_formats_are_counted():
@@ -187,13 +196,22 @@ def test_bundle_of_a_pool_has_exactly_the_documented_files(tmp_path: Path, monke
     now = json.loads(parts["macpool-doctor/running.json"])["settings"]
     assert (now["node.name"]["origin"], now["memory.cap"]["value"]) == ("--set", "9GiB")
     assert json.loads(parts["macpool-doctor/nodes.json"])["schema"] == 1
+    assert "conditions" in json.loads(parts["macpool-doctor/conditions.json"])
+    versions = json.loads(parts["macpool-doctor/versions.json"])
+    assert (versions["macpool"], versions["coordinator"]["version"]) == (version("macpool"), "0")
+    assert versions["python"] == platform.python_version()
+    assert "memory" in versions["hardware"]
+    assert "installed" in versions["device"]
     assert '"event": "link lost"' in parts["macpool-doctor/logs/node.log"]
 
 
 def test_write_bundle_replaces_a_file_and_follows_no_link(tmp_path: Path):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "b.tgz").symlink_to(tmp_path / "secret")
-    write_bundle(tmp_path / "b.tgz", {"a.json": {"n": 1}}, [], tmp_path)
+    content = {"n": 1, "name": "Jürgens Mac", "folder": Path("/srv/models")}
+    write_bundle(tmp_path / "b.tgz", {"a.json": content}, [], tmp_path)
+    read = json.loads(unpacked(tmp_path / "b.tgz")["macpool-doctor/a.json"])
+    assert read == {"n": 1, "name": "Jürgens Mac", "folder": "/srv/models"}
     assert (tmp_path / "secret").read_text() == "mine"
     assert not (tmp_path / "b.tgz").is_symlink()
     assert "~/models" in unpacked_text(tmp_path)
@@ -236,9 +254,11 @@ def test_render_log_keeps_the_newest_events_and_counts_the_rest(monkeypatch: pyt
 
 
 def test_read_newest_lines_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundle, "MAX_LOG_BYTES", 20)
     log = tmp_path / "node.log"
     assert read_newest_lines(log) == []
+    log.write_text("0123456789abcde\n" * 2**16)
+    assert len(read_newest_lines(log)) == 2**15 - 1, "512 KiB of lines with 16 bytes, without the first one"
+    monkeypatch.setattr(bundle, "MAX_LOG_BYTES", 20)
     for text, lines in (
         ("a\nb\n", ["a", "b"]),
         ("0123456789\nabcdefgh\n", ["0123456789", "abcdefgh"]),

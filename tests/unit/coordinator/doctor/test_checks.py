@@ -104,16 +104,18 @@ def test_the_power_supply(tmp_path: Path, platform: str, power: PowerState, resu
 def test_a_laptop_may_sleep(tmp_path: Path):
     found = BY_ID["sleep"].run(pretended(tmp_path, {PMSET: " sleep 10\n womp 0\n"}, power=PowerState(True, 80.0)))
     assert (found.result, "a laptop may sleep" in found.text) == ("ok", True)
+    assert found.numbers == {"sleep": 10, "womp": 0}
 
 
 def test_check_wired_limit_reports_the_safe_value_of_a_limiting_setting(tmp_path: Path):
-    memory = {**MEMORY, "bound_by": "metal"}
+    memory = {**MEMORY, "bound_by": "metal", "cap": 90 * GIB}
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory=memory))
     assert found.result == "warn"
-    assert "(the system's default, 96.0 GiB, as the device reports) determines the cap" in found.text
+    expected = "Metal's limit (the system's default, 96.0 GiB, as the device reports) determines the cap of 90.0 GiB"
+    assert found.text == expected
     assert "sudo sysctl iogpu.wired_limit_mb=122880" in found.fix
     assert "sudo cluster service install --wired-limit-mb 122880" in found.fix
-    assert found.numbers["safe"] == 120 * GIB
+    assert found.numbers == {"now": 0, "safe": 120 * GIB, "cap": 90 * GIB}
 
 
 def test_check_wired_limit_marks_an_unreported_limit_as_an_estimate(tmp_path: Path):
@@ -213,9 +215,14 @@ def test_check_panics_ignores_old_reports_and_warns_of_unreadable_ones(tmp_path:
     assert (found.result, found.numbers) == ("ok", {"panics": 0, "of_gpu": 0})
     now = time.time()
     monkeypatch.setattr("time.time", lambda: now)
-    for ago, count in ((30 * 86400 - 10, 1), (30 * 86400 + 10, 0)):
+    for ago, count in ((30 * 86400 + 10, 0), (30 * 86400 - 10, 1)):
         os.utime(folder / GPU, (now - ago, now - ago))
         assert BY_ID["panics"].run(pretended(tmp_path)).numbers["panics"] == count
+    (folder / "noise.ips").write_text("panic(cpu 1 caller 0x1): IOGPU")
+    (folder / GPU).write_bytes(b"\xff no panic")
+    found = BY_ID["panics"].run(pretended(tmp_path))
+    assert (found.result, found.numbers) == ("warn", {"panics": 1, "of_gpu": 0})
+    assert found.text.endswith(": no message")
     (folder / "empty.panic").mkdir()
     found = BY_ID["panics"].run(pretended(tmp_path))
     assert found.result == "warn"
@@ -314,6 +321,18 @@ def test_a_check_that_hangs_or_breaks_delays_no_other_check(tmp_path: Path):
     assert found["works"].result == "ok"
 
 
+def test_checks_run_at_the_same_time(tmp_path: Path):
+    together = threading.Barrier(2, timeout=60.0)
+
+    def meet(_):
+        together.wait()
+        return ok("")
+
+    checks = [Check("one", "x", meet), Check("other", "x", meet)]
+    found = run_checks(dataclasses.replace(pretended(tmp_path), timeout_seconds=60.0), checks)
+    assert [one.finding.result for one in found] == ["ok", "ok"]
+
+
 def test_all_checks_share_one_time_limit(tmp_path: Path):
     never = threading.Event()
 
@@ -335,7 +354,10 @@ def test_exit_codes():
     assert compute_exit_code([("a", warn("", "x"))], strict=True) == 1
     assert compute_exit_code([("a", ok("")), ("b", warn("", "x"))], strict=True) == 1
     assert compute_exit_code([("a", warn("", "x")), ("b", fail("", "x"))], strict=True) == 6
-    assert compute_exit_code([("a", ok("")), ("b", Finding("fail", "", "", intercepted=True))], strict=True) == 9
+    other = ("coordinator", Finding("fail", "", "", intercepted=True))
+    assert compute_exit_code([("a", ok("")), other], strict=True) == 9
+    assert compute_exit_code([other, ("local-network", fail("", "x"))], strict=True) == 10
+    assert compute_exit_code([("local-network", warn("", "x"))], strict=False) == 0
 
 
 def test_check_settings_warns_of_changes_since_the_start(tmp_path: Path):

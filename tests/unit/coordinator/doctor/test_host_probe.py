@@ -4,16 +4,20 @@ import errno
 import json
 import socket
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import DENIED, CommandError
+from coordinator.doctor import network_checks
 from coordinator.doctor.host_probe import (
+    ANSWER_TIMEOUT_SECONDS,
     CHILD_MARGIN_SECONDS,
+    DIAL_TIMEOUT_SECONDS,
+    TOOL_TIMEOUT_SECONDS,
     CoordinatorAnswer,
     HostProbe,
     Lazy,
@@ -27,8 +31,10 @@ class Session(ApiSession):
     """A session whose requests end with an error of a test, or return their path."""
 
     error: Exception | None = None
+    timeouts: ClassVar[list[float]] = []
 
     def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
+        self.timeouts.append(timeout)
         if self.error is not None:
             raise self.error
         return {"path": path, "method": method}
@@ -57,7 +63,8 @@ def test_a_port_answers_refuses_or_is_silent(monkeypatch: pytest.MonkeyPatch):
     assert dial_tcp("127.0.0.1", port) == errno.ECONNREFUSED
     for error, code in ((TimeoutError(), -1), (OSError("without a number"), -1), (OSError(65, "no route"), 65)):
 
-        def fail(*_: object, error: Exception = error) -> socket.socket:
+        def fail(address: tuple[str, int], timeout: float, error: Exception = error) -> socket.socket:
+            assert (address, timeout) == (("127.0.0.1", port), DIAL_TIMEOUT_SECONDS)
             raise error
 
         monkeypatch.setattr(socket, "create_connection", fail)
@@ -94,6 +101,7 @@ def test_a_failed_request_is_an_answer_with_its_exit_code(
     session = Session(tmp_path, None, None, "text")
     object.__setattr__(session, "error", error)
     assert HostProbe(session).read_nodes() == expected
+    assert session.timeouts[-1] == ANSWER_TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -128,10 +136,46 @@ def test_a_child_is_asked_for_one_object_within_the_time_of_the_examination(
         assert timeout == pytest.approx(seconds)
 
 
+def test_concurrent_checks_share_one_computation():
+    started, calls = threading.Event(), list[int]()
+
+    def make() -> int:
+        calls.append(1)
+        started.wait(0.05)
+        return len(calls)
+
+    value, found = Lazy(make), list[int]()
+    threads = [threading.Thread(target=lambda: found.append(value())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (found, calls) == ([1] * 4, [1])
+
+
 def test_output_of_a_failed_tool_does_not_count(tmp_path: Path):
+    limits: list[float] = []
     for output, text in ((ToolOutput(0, "out"), "out"), (ToolOutput(1, "out"), ""), (None, "")):
-        run: Callable[[tuple[str, ...], float], ToolOutput | None] = lambda *_, output=output: output  # noqa: E731
+
+        def run(_: tuple[str, ...], seconds: float, output: ToolOutput | None = output) -> ToolOutput | None:
+            limits.append(seconds)
+            return output
+
         assert HostProbe(ApiSession(tmp_path, None, None, "text"), run=run).run_tool("tool") == text
+    assert limits == [TOOL_TIMEOUT_SECONDS] * 3
+
+
+def test_a_slow_tool_or_peer_is_named_within_the_time_of_all_checks(tmp_path: Path):
+    whole = HostProbe(ApiSession(tmp_path, None, None, "text")).timeout_seconds
+    assert whole < 5, "the manual promises 5 s"
+    for seconds in (
+        TOOL_TIMEOUT_SECONDS,
+        ANSWER_TIMEOUT_SECONDS,
+        2 * DIAL_TIMEOUT_SECONDS,
+        whole - CHILD_MARGIN_SECONDS,
+        network_checks.MULTICAST_TIMEOUT_SECONDS,
+    ):
+        assert 0.5 < seconds < whole
 
 
 def test_variables_count_in_both_cases_unless_they_are_empty(tmp_path: Path):

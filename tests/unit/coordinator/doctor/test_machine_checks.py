@@ -91,15 +91,24 @@ def test_python_on_a_mac_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     found = checks.check_python(pretended(tmp_path, {"/usr/sbin/sysctl -n sysctl.proc_translated": translated}))
     assert (found.result, found.text.endswith(f"x86_64{said}")) == ("fail", True), found
-    assert "MLX needs an arm64 Python" in found.fix
+    step = "MLX needs an arm64 Python: `uv python install --managed-python 3.12`, then install macpool with it"
+    assert found.fix == step
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("sys.executable", "/opt/homebrew/bin/python3.12")
     assert checks.check_python(pretended(tmp_path)).result == "ok"
 
 
-def test_the_systems_own_python_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "program",
+    ["/usr/bin/python3-of-xcode", "/Library/Developer/Tools/python3", "/Applications/Xcode.app/Contents/bin/python3"],
+)
+@pytest.mark.parametrize("environment", [False, True])
+def test_the_systems_own_python_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, environment: bool
+):
+    (tmp_path / "python").symlink_to(program)
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    monkeypatch.setattr("sys.executable", "/usr/bin/python3-of-xcode")
+    monkeypatch.setattr("sys.executable", str(tmp_path / "python") if environment else program)
     found = checks.check_python(pretended(tmp_path))
     assert (found.result, "the system's own" in found.text) == ("warn", True)
     assert "uv tool install" in found.fix
@@ -156,6 +165,10 @@ def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
             {"error": "memory.cap is no size"},
             ("fail", "memory.cap is no size", "change it in config.toml; `cluster config check` names the line"),
         ),
+        (
+            {"guard": "off", "warning": "the cap is tight", "remedy": "lower it"},
+            ("warn", "; the guard is off", 'no request is refused for memory: set memory.guard = "on"'),
+        ),
         ({"margin_measured": True}, ("ok", "; a measured model has its own margin", "")),
     ],
 )
@@ -192,7 +205,7 @@ class Disk:
         if str(place) not in self.free:
             raise FileNotFoundError(str(place))
         blocks = self.free[str(place)] // 4096
-        return os.statvfs_result((4096, 4096, 10 * blocks, 5 * blocks, blocks, 0, 0, 0, 0, 255))
+        return os.statvfs_result((MIB, 4096, 10 * blocks, 5 * blocks, blocks, 0, 0, 0, 0, 255))
 
 
 @pytest.mark.parametrize(
@@ -208,10 +221,10 @@ def test_disks_have_room_for_models_and_for_the_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: int, state: int, result: str, least: int
 ):
     monkeypatch.setattr("os.statvfs", Disk({"/models": models, str(tmp_path): state}))
-    found = checks.check_disk(pretended(tmp_path, folders=["/models/not-made-yet"]))
+    found = checks.check_disk(pretended(tmp_path, folders=["/models/not/made/yet"]))
     assert (found.result, found.numbers) == (result, {"free": least})
-    assert "free for /models/not-made-yet" in found.text
-    short = "/models/not-made-yet" if result == "warn" else str(tmp_path)
+    assert "free for /models/not/made/yet" in found.text
+    short = "/models/not/made/yet" if result == "warn" else str(tmp_path)
     assert found.fix == (
         "" if result == "ok" else f"free space on the disk of {short}, or set another folder in models.folders"
     )
@@ -241,9 +254,9 @@ def test_check_disk_counts_blocks_available_to_normal_users(tmp_path: Path, monk
 @pytest.mark.parametrize("name", ["pepper", "run.json", "cluster.db", "token", "identity.json", "a.pem", "a.key"])
 @pytest.mark.parametrize(("mode", "result"), [(0o600, "ok"), (0o640, "fail"), (0o602, "fail")])
 def test_check_files_requires_private_secrets(tmp_path: Path, name: str, mode: int, result: str):
-    (tmp_path / "deep").mkdir()
-    (tmp_path / "deep" / name).touch(mode=0o600)
-    (tmp_path / "deep" / name).chmod(mode)
+    (tmp_path / "node" / "deep").mkdir(parents=True)
+    (tmp_path / "node" / "deep" / name).touch(mode=0o600)
+    (tmp_path / "node" / "deep" / name).chmod(mode)
     found = checks.check_files(pretended(tmp_path))
     assert found.result == result
     if result == "ok":
@@ -253,7 +266,7 @@ def test_check_files_requires_private_secrets(tmp_path: Path, name: str, mode: i
 
 
 def test_check_files_allows_readable_files_without_secrets(tmp_path: Path):
-    for path in ("notes.txt", "logs/coordinator.log", "environments/x/a.pem", "trusted/b.pem"):
+    for path in ("notes.txt", "logs/coordinator.log", "environments/x/a.pem", "trusted/b.pem", "prometheus/c.key"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
         (tmp_path / path).chmod(0o644)
@@ -285,6 +298,8 @@ def test_open_files_are_at_least_1024(
     found = checks.check_open_files(pretended(tmp_path))
     assert (found.result, found.numbers) == (result, {"most": most})
     assert ("ulimit -Hn" in found.fix) is (result == "warn")
+    expected = f"the limit is {most} open files" if result == "warn" else f"256 open files, can be raised to {most}"
+    assert found.text == expected
 
 
 # firewall, sleep, power, FileVault, terminal
@@ -318,7 +333,8 @@ def test_check_firewall_judges_the_entry_of_the_coordinator(
     found = checks.check_firewall(pretended(tmp_path, tools))
     assert (found.result, says in found.text) == (result, True), found
     if result != "ok":
-        assert f"--add '{PROGRAM}' --unblockapp '{PROGRAM}'" in found.fix
+        expected = f"sudo {FIREWALL} --add '{PROGRAM}' --unblockapp '{PROGRAM}' (again after each update of Python)"
+        assert found.fix.endswith(expected)
     assert ("--setblockall off" in found.fix) is all_blocked
 
 
@@ -335,7 +351,7 @@ def test_a_firewall_that_is_off_or_cannot_be_read(tmp_path: Path):
         (" sleep 1\n womp 1\n autorestart 1\n", "warn", "sleep 0"),
         (" sleep 0\n womp 0\n autorestart 1\n", "warn", "womp 1"),
         (" sleep 0\n womp 1\n autorestart 0\n", "warn", "autorestart 1"),
-        (" sleep 5\n womp 0\n autorestart 0\n", "warn", "sleep 0 womp 1 autorestart 1"),
+        (" sleep 5\n womp 0\n autorestart 0\n powernap 0\n", "warn", "sleep 0 womp 1 autorestart 1"),
         ("", "warn", None),
     ],
 )
@@ -348,6 +364,8 @@ def test_a_desktop_never_sleeps_wakes_by_network_and_restarts(
         assert (found.text, found.fix) == ("the sleep settings cannot be read", "check `pmset -g`")
     elif steps:
         assert found.fix == f"for a dedicated Mac: sudo pmset -a {steps}"
+        assert found.text == listing.strip().replace("\n ", ", ")
+        assert found.numbers == {name: int(value) for name, value in (line.split() for line in listing.splitlines())}
     else:
         assert (found.text, found.fix) == ("sleep 0, womp 1, autorestart 1", "")
 
@@ -439,6 +457,9 @@ def test_secrets_of_another_user_are_a_failure_and_none_to_root(tmp_path: Path, 
     assert seen(checks.check_files(here)) == ("fail", *expected)
     if owner == 0:
         os.chown(tmp_path / "pepper", 4242, -1)
+        os.chown(tmp_path, 4241, -1)
+        monkeypatch.setattr("os.geteuid", lambda: 4241)
+        assert checks.check_files(here).text == f"{tmp_path / 'pepper'} belongs to another user"
     monkeypatch.setattr("os.geteuid", lambda: 0)
     assert checks.check_files(here).result == "ok"
 

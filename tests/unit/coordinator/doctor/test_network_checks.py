@@ -4,7 +4,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -151,6 +151,40 @@ def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path
     monkeypatch.setitem(checks.BONJOUR_GROUPS, socket.AF_INET, "127.0.0.1")
     found = checks.check_bonjour(pretended(tmp_path))
     assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
+
+
+class Blocked(socket.socket):
+    """Socket of a process that local network privacy blocks. It records all datagrams and their family."""
+
+    sent: ClassVar[list[tuple[socket.AddressFamily, bytes]]] = []
+
+    def sendto(self, data: bytes, address: tuple[str, int]) -> int:  # type: ignore[override]
+        self.sent.append((self.family, data))
+        raise OSError(65, "No route to host")
+
+
+def test_check_bonjour_names_a_blocked_network_only_on_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checks, "BONJOUR_PORT", free_port())
+    monkeypatch.setattr("socket.socket", Blocked)
+    mac, other = pretended(tmp_path), pretended(tmp_path, platform="linux")
+    for here, text, fix in (
+        (mac, "multicast is blocked (errno 65)", "see the check local-network; Bonjour is optional: "),
+        (other, "multicast does not work: No route to host", "Bonjour is optional: "),
+    ):
+        found = checks.check_bonjour(replace(here, list_addresses=list[str]))
+        if "multicast does not work: No such device" in found.text:
+            pytest.skip("this machine has no multicast")
+        assert (found.result, found.text, found.fix.startswith(fix)) == ("warn", text, True)
+    assert [family for family, _ in Blocked.sent] == [socket.AF_INET] * 2, "without an address, IPv4 is used"
+    assert len({data for _, data in Blocked.sent}) == 2, "each query differs from those of other machines"
+
+
+def test_check_bonjour_shares_the_port_with_the_systems_responder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as responder:
+        responder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        responder.bind(("", 0))
+        monkeypatch.setattr(checks, "BONJOUR_PORT", responder.getsockname()[1])
+        assert "in use" not in checks.check_bonjour(pretended(tmp_path)).text
 
 
 def test_check_bonjour_uses_ipv6_where_no_address_is_ipv4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,7 @@
 """Output and exit codes of `cluster doctor`, for findings that a test sets."""
 
 import json
+import tarfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -118,13 +119,14 @@ def test_the_file_of_a_bundle_is_named_or_the_error_that_prevented_it(
     doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(host_probe, "HostProbe", partial(HostProbe, run=lambda *_: None))
-    monkeypatch.setattr(
-        "coordinator.client.config_inspect.read_node_settings", lambda *_: {"faults": [], "error": "", "settings": []}
-    )
+    monkeypatch.setattr("sys.executable", str(tmp_path / "none"))
     file = tmp_path / "report.tar.gz"
     done = doctor.run(OK, words=("--bundle", str(file)))
     assert done.stdout.splitlines()[-1] == f"the bundle is in {file}: review it before you send it"
-    assert file.stat().st_size > 0
+    with tarfile.open(file) as archive:
+        settings = archive.extractfile("macpool-doctor/settings.json")
+        assert settings is not None
+        assert json.load(settings)["problem"].startswith("the node's settings cannot be read: ")
     done = doctor.run(OK, words=("--bundle", str(file), "--json"))
     assert json.loads(done.stdout)["bundle"] == str(file)
 
