@@ -47,8 +47,8 @@ MAX_RETRIES = 8
 """Maximum retries of one node without progress. At the next fault, the pull fails on that node."""
 MAX_MIRROR_RETRIES = 2
 """Number of retries without progress after which a node uses the hub although a mirror is open."""
-FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
-"""Seconds before the first retry of a node, and maximum. Each retry without progress doubles them.
+FIRST_RETRY_SECONDS = 2.0
+"""Seconds before the first retry of a node. Each retry without progress doubles them.
 
 If a fault has a wait of its own (`ModelOrderEnded.retry_after`), the retry follows after that wait.
 """
@@ -194,7 +194,7 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
     if frame.order != node.order or not is_pulling(node):
         return state, ()
     fetched = max(node.fetched, node.earlier + frame.fetched)
-    state = _change(state, name, code=str(frame.code), fetched=fetched, earlier=fetched, speed=0.0)
+    state = _change(state, name, code=str(frame.code), fetched=fetched, speed=0.0)
     match frame.code:
         case ModelOrderCode.COMPLETED:
             size = max(node.total, node.done)
@@ -229,7 +229,7 @@ def _retry(state: PullState, name: NodeId, frame: ModelOrderEnded, now: float) -
     """Postpone the next order of a node after a fault, or end the pull there if a retry is useless."""
     node = state.nodes[name]
     from_mirror = node.source is SourceKind.MIRROR
-    wait = frame.retry_after or min(FIRST_RETRY_SECONDS * 2**node.retries, MAX_RETRY_SECONDS)
+    wait = frame.retry_after or FIRST_RETRY_SECONDS * 2**node.retries
     if from_mirror and frame.code in _FATAL:  # a mirror that knows nothing of the pull is no fault of the repository
         frame = replace_frame(frame, code=ModelOrderCode.SOURCE_LOST)
     curable = {
