@@ -50,7 +50,7 @@ def test_the_wait_after_failures_doubles_to_its_bound_and_a_success_ends_it():
         events += [(0.0, ActionBegan(LOAD)), (0.0, ActionEnded(A, "no"))]
         waits.append(after(*events).failures[A, "m"].until)
     assert waits[:3] == [BACKOFF_SECONDS, 2 * BACKOFF_SECONDS, 4 * BACKOFF_SECONDS]
-    assert waits[-1] == MAX_BACKOFF_SECONDS
+    assert waits[-1] == MAX_BACKOFF_SECONDS == 600.0
     assert after(*events, (0.0, ActionBegan(LOAD)), (0.0, ActionEnded(A))).failures == {}
 
 

@@ -193,6 +193,13 @@ async def test_open_pulls_are_bounded(pool: Pool) -> None:
         pool.controller.start_pull(replace_commit("z"), (A,), "key")
 
 
+async def test_a_pull_whose_record_cannot_be_written_is_not_started(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "pulls").touch()
+    with pytest.raises(OSError, match="pulls"):
+        pool.controller.start_pull(MANIFEST, (A,), "key")
+    assert (pool.controller.pulls, pool.take()) == ({}, [])
+
+
 async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A, B), "key")
     ((_, order),) = pool.take()
@@ -284,7 +291,7 @@ async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
 
 
 async def test_a_node_that_left_before_a_restart_ends_its_pull_and_its_quantization(pool: Pool, tmp_path: Path) -> None:
-    record = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    record = pool.controller.start_pull(MANIFEST, (A, C), "key")
     quantization = pool.controller.quantizations.start(B, "pub/model", 4, "small", "key")
     pool.controller.close()
     restarted = Pool(tmp_path, epoch=2, members=(A,))
@@ -292,7 +299,7 @@ async def test_a_node_that_left_before_a_restart_ends_its_pull_and_its_quantizat
     assert found is not None
     assert (found.stage, found.message) == ("failed", "the node has left the pool")
     nodes = restarted.controller.pulls[record.id].state.nodes
-    assert (nodes[A].stage, nodes[B].stage) == (PullStage.PULLING, PullStage.FAILED)
+    assert (nodes[A].stage, nodes[C].stage) == (PullStage.PULLING, PullStage.FAILED)
     restarted.controller.close()
 
 

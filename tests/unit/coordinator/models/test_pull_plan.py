@@ -35,9 +35,15 @@ def test_auto_chooses_the_nodes_with_room_on_the_disk_and_in_memory() -> None:
 
 
 def test_all_also_chooses_nodes_that_are_away() -> None:
-    found = plan(node("a"), node("d", state="asleep"), node("e", state="left"), selection=NodeSelection.ALL)
-    assert found.chosen == ("a", "d")
-    assert reasons(found)["d"] == "is asleep, and starts the pull when it is back"
+    away = [node(name, state=state) for name, state in (("d", "asleep"), ("e", "left"), ("f", "joining"))]
+    unknown = replace(node("g", state="lost"), disk=Disk())
+    found = plan(node("a"), *away, unknown, selection=NodeSelection.ALL)
+    assert found.chosen == ("a", "d", "g")
+    assert reasons(found) == {
+        "a": "",
+        "d": "is asleep, and starts the pull when it is back",
+        "g": "is lost, and starts the pull when it is back",
+    }
 
 
 def test_named_nodes_need_disk_but_may_lack_memory() -> None:
@@ -45,10 +51,12 @@ def test_named_nodes_need_disk_but_may_lack_memory() -> None:
         node("a"),
         node("b", free=12 * GIB),
         node("c", cap=12 * GIB),
+        node("d", cap=12 * GIB, state="asleep"),
         selection=NodeSelection.NAMED,
-        named=("b", "c"),
+        named=("b", "c", "d"),
     )
-    assert found.chosen == ("c",)
+    assert found.chosen == ("c", "d")
+    assert "of memory" in reasons(found)["d"]
     assert reasons(found)["a"] == "was not named"
     assert "of memory" in reasons(found)["c"]
 

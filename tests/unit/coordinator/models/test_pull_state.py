@@ -135,7 +135,7 @@ def test_the_node_with_most_of_the_files_replaces_a_lost_downloading_node() -> N
     assert find_deadline(pull.state) == pull.now + 2.0
     pull.now += 2.0
     pull.apply(TimePassed())
-    assert find_deadline(pull.state) == pull.now - 2.0 + UNLINKED_SECONDS, "a deadline is due once"
+    assert find_deadline(pull.state) == pull.now - 2.0 + UNLINKED_SECONDS == pull.now + 58.0, "a deadline is due once"
     pull.now += UNLINKED_SECONDS
     sent = pull.apply(TimePassed())
     assert [(one.node, one.source) for one in sent if isinstance(one, SendPull)] == [(C, SourceKind.HUB)]
@@ -187,7 +187,11 @@ def test_a_rate_limit_is_waited_for_and_a_long_one_is_a_failure() -> None:
     assert pull.apply(TimePassed()) == []
     pull.now += 120
     assert pull.apply(TimePassed()) == [SendPull(A, 2, SourceKind.HUB)]
-    pull.end(A, ModelOrderCode.RATE_LIMITED, message="come back tomorrow", retry_after=80_000.0)
+    pull.end(A, ModelOrderCode.RATE_LIMITED, message="come back in an hour", retry_after=3600.0)
+    assert pull.stages() == [PullStage.WAITING]
+    pull.now += 3600
+    pull.apply(TimePassed())
+    pull.end(A, ModelOrderCode.RATE_LIMITED, message="come back tomorrow", retry_after=3601.0)
     assert pull.stages() == [PullStage.FAILED]
 
 
@@ -195,14 +199,14 @@ def test_a_hub_that_cannot_be_reached_is_retried_a_bounded_number_of_times() -> 
     pull = Pull(A)
     waits: list[float] = []
     while pull.stages() != [PullStage.FAILED]:
+        pull.progress(A, phase=ModelOrderPhase.CHECKING, done=5, total=10)  # without new bytes, no progress of a retry
         pull.end(A, ModelOrderCode.SOURCE_LOST, message="the hub does not answer")
         deadline = find_deadline(pull.state)
         if deadline is not None:
             waits.append(deadline - pull.now)
             pull.now = deadline
             pull.apply(TimePassed())
-    assert len(waits) == MAX_RETRIES
-    assert waits == sorted(waits)
+    assert waits == [2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0]
     assert pull.state.nodes[A].message == "the hub does not answer"
 
 
@@ -232,7 +236,7 @@ def test_content_that_differs_is_fetched_from_the_hub_and_from_there_is_a_failur
 def test_without_a_mirror_every_node_uses_the_hub() -> None:
     pull = Pull(A, B)
     pull.progress(A, done=1)
-    assert find_deadline(pull.state) == pull.now + MIRROR_START_SECONDS
+    assert find_deadline(pull.state) == pull.now + MIRROR_START_SECONDS == pull.now + 20
     pull.now += MIRROR_START_SECONDS
     assert pull.apply(TimePassed()) == [SendCancel(A, 2), SendPull(B, 3, SourceKind.HUB)]
 
@@ -299,8 +303,10 @@ def test_cancel_ends_every_order_and_the_mirror() -> None:
     pull.apply(NodeLinked(A))
     pull.apply(NodeLinked(B))
     follow(pull)
+    pull.progress(A, done=5, total=10, fetched=5, speed=3.0)
     assert pull.apply(PullCancelled()) == [SendCancel(A, 1), SendCancel(B, 3), SendCancel(A, 2)]
     assert pull.stages() == [PullStage.CANCELLED] * 3
+    assert [(node.phase, node.speed) for node in pull.state.nodes.values()] == [("", 0.0)] * 3
     assert pull.apply(NodeLinked(C)) == []
 
 
@@ -309,6 +315,11 @@ def test_a_removed_node_ends_and_an_unknown_one_is_illegal() -> None:
     follow(pull)
     pull.apply(PullNodeRemoved(A))
     assert pull.stages() == [PullStage.FAILED, PullStage.PULLING]
+    served = Pull(A, B)
+    served.end(A)
+    served.open_mirror()
+    served.apply(PullNodeRemoved(A))
+    assert (served.stages(), served.state.mirror) == ([PullStage.COMPLETED, PullStage.PULLING], None)
     with pytest.raises(IllegalEventError, match="does not belong"):
         pull.apply(NodeLinked(NodeId("z")))
 
@@ -324,6 +335,22 @@ def test_restore_continues_where_the_pull_was() -> None:
     pull.state = state
     assert pull.apply(NodeLinked(A)) == []
     assert pull.apply(NodeLinked(B)) == [SendServe(A, 1000)]
+
+
+def test_restore_forgets_waits_because_the_clock_of_the_controller_is_another_one() -> None:
+    pull = Pull(A)
+    pull.end(A, ModelOrderCode.SOURCE_LOST, retry_after=600.0)
+    pull.state, pull.now = restore_pull(pull.state, 1000), 1.0
+    assert pull.apply(NodeLinked(A)) == [SendPull(A, 1000, SourceKind.HUB)]
+
+
+def test_a_mirror_keeps_its_addresses_when_it_reports_without_them() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    mirror = pull.state.mirror
+    assert mirror is not None
+    pull.apply(OrderProgressed(A, ModelOrderProgress(mirror.order, ModelOrderPhase.SERVING)))
+    assert pull.state.mirror == mirror
 
 
 def test_a_change_of_stage_or_message_is_stored_and_progress_is_not() -> None:
@@ -375,6 +402,36 @@ def test_a_mirror_that_fails_is_not_opened_again() -> None:
     assert pull.end(B, ModelOrderCode.SOURCE_LOST) == []
     pull.now += 2.0
     assert pull.apply(TimePassed()) == [SendPull(B, 4, SourceKind.HUB)]
+
+
+def test_a_mirror_that_was_cancelled_is_opened_again_unless_its_files_are_rejected() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    end_mirror(pull, ModelOrderCode.CANCELLED)
+    assert pull.end(B, ModelOrderCode.SOURCE_LOST) == [SendServe(A, 4)]
+    rejecting = Pull(A, B)
+    follow(rejecting)
+    rejecting.end(B, ModelOrderCode.CONTENT_MISMATCH)
+    assert end_mirror(rejecting, ModelOrderCode.CANCELLED) == []
+    assert rejecting.state.mirror is None
+
+
+def test_files_that_are_in_use_are_tried_again_and_the_message_ends_with_the_wait() -> None:
+    pull = Pull(A)
+    pull.end(A, ModelOrderCode.IN_USE, message="another process writes them")
+    assert (pull.stages(), pull.state.nodes[A].message) == ([PullStage.WAITING], "another process writes them")
+    pull.now += FIRST_RETRY_SECONDS
+    assert pull.apply(TimePassed()) == [SendPull(A, 2, SourceKind.HUB)]
+    assert pull.state.nodes[A].message == ""
+
+
+def test_cancel_sends_nothing_to_nodes_without_an_open_order() -> None:
+    pull = Pull(A, B, C)
+    follow(pull)
+    pull.end(B)
+    pull.end(C, ModelOrderCode.SOURCE_LOST)
+    assert pull.apply(PullCancelled()) == [SendCancel(A, 1), SendCancel(A, 2)]
+    assert pull.stages() == [PullStage.CANCELLED, PullStage.COMPLETED, PullStage.CANCELLED]
 
 
 def test_another_completed_node_replaces_a_mirror_in_the_same_step() -> None:

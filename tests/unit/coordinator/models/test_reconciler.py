@@ -84,6 +84,9 @@ def test_a_pool_that_is_too_small_is_named_with_the_numbers():
     )
     pool = WishPool([node("a"), node("b")], [Wish("m", 2, deny=(B,))])
     assert text(pool.settle()) == "needs 2 nodes, its labels and node lists allow 1: change the wish"
+    former = node("b")
+    former.facts["state"] = "left"
+    assert text(WishPool([node("a"), former], [Wish("m", 2)]).settle()).startswith("needs 2 nodes, the pool has 1: ")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +136,12 @@ def test_of_two_nodes_the_one_with_the_shorter_load_is_chosen():
     slow, fast = node("a"), node("b")
     slow.disk["m"]["load_seconds"], fast.disk["m"]["load_seconds"] = 60.0, 5.0
     pool = WishPool([slow, fast], [Wish("m")])
+    pool.settle()
+    assert pool.loads() == [("b", "m")]
+
+
+def test_of_two_nodes_the_one_with_more_free_memory_is_chosen():
+    pool = WishPool([node("a"), node("b", 64)], [Wish("m")])
     pool.settle()
     assert pool.loads() == [("b", "m")]
 
@@ -230,10 +239,29 @@ def test_a_surplus_replica_makes_room_for_a_wish_with_a_lower_cost():
 
 
 def test_two_wishes_do_not_take_the_same_surplus_replica():
-    nodes = [node("a", 24, "x", m=20, x=8), node("b", 24, "x", n=20, x=8)]
-    pool = WishPool(nodes, [Wish("m"), Wish("n"), Wish("x", 1)])
-    pool.settle()
-    assert len(pool.unloads()) == 1
+    nodes = [node(name, 24, "x", **{model: 20, "x": 8}) for name, model in zip("abc", "mno", strict=True)]
+    for count in (2, 3):
+        pool = WishPool(nodes[:count], [Wish("m"), Wish("n"), Wish("o"), Wish("x", 1)])
+        assert len(pool.plan().actions) == count - 1
+
+
+def test_one_wish_does_not_take_more_surplus_replicas_than_there_are():
+    nodes = [node(name, 24, "x", m=20, x=8) for name in "ab"]
+    pool = WishPool(nodes, [Wish("m", 2), Wish("x", 1, eviction_cost=100)])
+    plan = pool.plan()
+    assert [(action.node, action.model) for action in plan.actions] == [(A, "x")]
+    assert text(plan).startswith("a unloads x for it; needs 20.1 GiB, best node b has 14.0 GiB: ")
+
+
+def test_a_model_without_a_wish_leaves_before_a_surplus_replica():
+    nodes = [node("a", 24, "x", "y", m=10, x=7, y=7), node("b", 24, "x", x=7)]
+    pool = WishPool(nodes, [Wish("m"), Wish("x", 1)])
+    assert [(action.node, action.model) for action in pool.plan().actions] == [(A, "y")]
+
+
+def test_a_replica_that_its_wish_does_not_allow_has_no_cost():
+    pool = WishPool([node("a", 24, "x", m=20, x=8)], [Wish("m", eviction_cost=1), Wish("x", deny=(A,))])
+    assert [(action.node, action.model) for action in pool.plan().actions] == [(A, "x")]
 
 
 def test_a_replica_that_is_being_unloaded_does_not_count():
@@ -325,9 +353,11 @@ def test_a_refused_load_waits_twice_as_long_each_time():
     assert len(pool.plan().actions) == 1
 
 
-@pytest.mark.parametrize(("grown", "again"), [(0.3, False), (0.5, True)])
-def test_a_load_refused_for_memory_is_repeated_when_the_numbers_have_changed(grown: float, again: bool):
-    full = node("a", 24, m=8)
+@pytest.mark.parametrize(
+    ("size", "grown", "again"), [(8, 0.3, False), (8, 0.5, True), (1, 0.05, False), (1, 0.07, True)]
+)
+def test_a_load_refused_for_memory_is_repeated_when_the_numbers_have_changed(size: float, grown: float, again: bool):
+    full = node("a", 24, m=size)
     full.other = 2 * GIB
     pool = WishPool([full], [Wish("m")])
     refused(pool, for_memory=True)
@@ -381,6 +411,9 @@ def test_a_node_does_not_swap_twice_within_the_cost_of_both_loads():
     plan = pool.plan()
     assert plan.actions == ()
     assert text(plan).startswith("needs 1 more node: a swapped models for m; the next swap is in ")
+    pool.now = ended + 30.0
+    pool.refresh()
+    assert text(pool.plan()).endswith("; the next swap is in 20 s")
     pool.now = ended + 49.9
     pool.refresh()
     assert pool.plan().actions == ()
@@ -410,6 +443,27 @@ def test_a_node_that_waits_for_a_swap_is_not_filled_for_a_lesser_wish():
     assert text(plan, "n") == "needs 1 more node: a gets another model first"
 
 
+@pytest.mark.parametrize(("is_awaited", "expected"), [(False, A), (True, B)])
+def test_the_best_of_the_waiting_nodes_is_kept_for_a_missing_replica(is_awaited: bool, expected: NodeId):
+    nodes = [node(name, 24, "x", m=20, x=8, n=4) for name in "ab"]
+    nodes[1].disk["m"]["load_seconds"] = 1.0
+    nodes[1].disk["n"]["load_seconds"] = 1.0
+    pool = WishPool([*nodes, node("c")], [Wish("m", 2, deny=(C,), eviction_cost=20)])
+    pool.round(1.0)
+    pool.round(1.0)
+    for one in nodes:
+        one.loaded = {"x"}
+    pool.wishes = [Wish("m", deny=() if is_awaited else (C,), eviction_cost=20), Wish("n")]
+    if is_awaited:  # the replica that is expected back needs no node
+        pool.nodes[C].loaded.add("m")
+        pool.refresh()
+        pool.plan()
+        pool.nodes[C].facts["state"] = "lost"
+    pool.refresh()
+    plan = pool.plan()
+    assert [(action.node, action.model) for action in plan.actions] == [(expected, "n")]
+
+
 def test_a_lost_node_may_return_within_a_minute_before_its_replica_is_replaced():
     pool = WishPool([node("a", 24, "m"), node("b")], [Wish("m")])
     pool.plan()
@@ -437,6 +491,30 @@ def test_a_replica_on_a_node_that_takes_no_requests_for_long_is_replaced_at_once
     assert [action.node for action in pool.plan().actions] == [B]
 
 
+def test_a_node_that_was_seen_without_a_replica_is_not_awaited_after_the_start():
+    pool = WishPool([node("a"), node("b")], [Wish("m")])
+    pool.nodes[A].facts["state"] = "suspect"
+    pool.refresh()
+    assert [action.node for action in pool.plan().actions] == [B]
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+@pytest.mark.parametrize("facts", [{"cordoned": True}, {"draining": True}, {"state": "paused"}], ids=str)
+def test_a_load_on_a_node_that_takes_no_requests_does_not_count(facts: dict[str, Any], is_reported: bool):
+    pool = WishPool([node("a"), node("b")], [Wish("m")])
+    (load,) = pool.plan().actions
+    assert load == LoadWish(A, "a", "m", seconds=5.0, headroom=22 * GIB)
+    pool.begin(load)
+    if is_reported:
+        pool.end(load)
+        pool.now += 1.0
+        pool.nodes[A].loaded.clear()
+        pool.nodes[A].loading.add("m")
+    pool.nodes[A].facts |= facts
+    pool.refresh()
+    assert [action.node for action in pool.plan().actions] == [B]
+
+
 def test_a_node_that_returns_without_its_replica_loads_it_again():
     fast = node("b")
     fast.disk["m"]["load_seconds"] = 1.0
@@ -447,9 +525,10 @@ def test_a_node_that_returns_without_its_replica_loads_it_again():
     assert [action.node for action in pool.plan().actions] == [A]
 
 
-def test_members_have_time_to_connect_after_the_start_of_the_coordinator():
+@pytest.mark.parametrize("state", ["lost", "joining"])
+def test_members_have_time_to_connect_after_the_start_of_the_coordinator(state: str):
     pool = WishPool([node("a"), node("b")], [Wish("m")])
-    pool.nodes[A].facts |= {"state": "lost", "reported_at": 0.0}
+    pool.nodes[A].facts |= {"state": state, "reported_at": 0.0}
     pool.refresh()
     assert pool.plan().actions == ()
     pool.now += 20.0
@@ -500,6 +579,14 @@ def test_a_model_in_use_is_not_idle():
     assert pool.plan().actions == ()
 
 
+def test_an_idle_model_stays_on_nodes_that_the_wish_does_not_allow():
+    pool = WishPool([node("a", 24, "m"), node("b", 24, "m")], [Wish("m", deny=(A,), idle_unload_seconds=10.0)])
+    pool.plan()
+    pool.now += 100.0
+    pool.refresh()
+    assert [action.node for action in pool.plan().actions] == [B]
+
+
 def test_an_idle_preloaded_model_stays():
     held = node("a", 24, "m")
     held.disk["m"]["pinned"] = True
@@ -517,6 +604,11 @@ def test_a_wish_without_load_at_boot_waits_for_the_first_request():
     pool.requested = {"m"}
     pool.settle()
     assert sorted(pool.loads()) == [("a", "m"), ("b", "m")]
+
+
+def test_a_wish_without_load_at_boot_is_completed_where_a_replica_is_loaded():
+    pool = WishPool([node("a", 24, "m"), node("b")], [Wish("m", 2, load_at_boot=False)])
+    assert [action.node for action in pool.plan().actions] == [B]
 
 
 def test_only_the_model_that_serves_requests_is_loaded():

@@ -71,7 +71,7 @@ def test_missing_copies_are_counted(copies: int, have: str):
     ("options", "text"),
     [
         (
-            [short("a", 20, 14), short("b", 20, 15), short("c", 30, 26)],
+            [short("a", 20, 14), short("b", 20, 15), short("c", 30, 26), short("d", 50, 40)],
             "needs 30.0 GiB, best node mac-c has 26.0 GiB: "
             "unload a model there, raise memory.cap, or want a smaller variant",
         ),
@@ -95,12 +95,16 @@ def test_missing_copies_are_counted(copies: int, have: str):
     ],
 )
 def test_nodes_with_the_model_are_named_with_the_reason_why_they_do_not_load_it(options: list[NodeOption], text: str):
-    assert describe(1, options).startswith(text)
+    found = describe(1, options)
+    assert found.startswith(text)
+    assert found.count("mac-") <= 3
 
 
 def test_memory_is_the_reason_while_fewer_nodes_than_are_missing_have_another_one():
     options = [short("a", 20, 14), option("b", Obstacle.BUSY, "is busy"), option("c", Obstacle.BUSY, "is busy")]
     assert describe(3, options).startswith("needs 20.0 GiB, best node mac-a has 14.0 GiB: ")
+    away = [option("a", Obstacle.UNAVAILABLE, "is asleep"), option("b", Obstacle.CANNOT_LOAD, "cannot load it")]
+    assert describe(2, away) == "needs 2 more nodes: mac-b cannot load it"
     two = [short("a", 20, 14), *options[1:], option("d", Obstacle.HELD)]
     assert describe(3, two, ready="d") == "needs 2 more nodes: mac-b is busy; mac-c is busy"
 
