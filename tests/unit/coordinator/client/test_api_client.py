@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
-from coordinator.client.api_client import ApiSession, raise_for_status
+from coordinator.client.api_client import RESTART_SECONDS, ApiSession, raise_for_status
 from coordinator.client.connection import CoordinatorAddress
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import DENIED, TIMED_OUT, UNREACHABLE, CommandError
 
 
 @pytest.mark.parametrize(
@@ -55,8 +56,9 @@ def test_the_coordinator_of_the_state_folder_comes_before_a_login(tmp_path: Path
     (tmp_path / "login.json").write_text(json.dumps({"url": "https://studio:8080", "key": "mp_a", "ca": "theirs"}))
     session = ApiSession(tmp_path, None, None, "text")
     assert session.select_coordinator() == CoordinatorAddress("https://studio:8080", "mp_a", "theirs")
-    (tmp_path / "run.json").write_text(json.dumps({"url": "http://127.0.0.1:1", "secret": "mp_b", "ca": None}))
-    assert session.select_coordinator() == CoordinatorAddress("http://127.0.0.1:1", "mp_b", "")
+    for ca, authority in ((None, ""), ("ours", "ours")):
+        (tmp_path / "run.json").write_text(json.dumps({"url": "https://127.0.0.1:1", "secret": "mp_b", "ca": ca}))
+        assert session.select_coordinator() == CoordinatorAddress("https://127.0.0.1:1", "mp_b", authority)
 
 
 def test_a_url_uses_the_login_only_if_it_is_the_same(tmp_path: Path):
@@ -89,3 +91,44 @@ def test_a_coordinator_whose_process_is_gone_has_crashed(
         assert session.has_crashed is expected
     (tmp_path / "run.json").write_text(json.dumps(run | {"pid": 77}))
     assert not ApiSession(tmp_path, "http://127.0.0.1:1", None, "text").has_crashed
+    assert session.select_coordinator().key == "mp_b"
+    (tmp_path / "login.json").write_text(json.dumps({"url": "https://studio:8080", "key": "mp_a"}))
+    assert session.select_coordinator().key == ("mp_a" if crashed else "mp_b")
+
+
+class Restarting(ApiSession):
+    """A session whose coordinator fails some requests with an exit code, and then answers."""
+
+    codes: ClassVar[list[int]] = []
+
+    def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
+        if self.codes:
+            raise CommandError(self.codes.pop(0), "it fails")
+        return {"path": path}
+
+
+@pytest.mark.parametrize(
+    ("codes", "seconds", "expected"),
+    [
+        ([UNREACHABLE] * 2, 60.0, None),
+        ([UNREACHABLE], 0.0, UNREACHABLE),
+        ([TIMED_OUT], 60.0, TIMED_OUT),
+        ([DENIED], 60.0, DENIED),
+    ],
+)
+def test_a_waiting_command_repeats_its_request_only_while_the_coordinator_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codes: list[int], seconds: float, expected: int | None
+):
+    monkeypatch.setattr("coordinator.client.api_client.RESTART_POLL_SECONDS", 0.0)
+    Restarting.codes[:] = codes
+    session = Restarting(tmp_path, None, None, "text")
+    if expected is None:
+        assert session.poll_json("/api/v1/pulls", seconds) == {"path": "/api/v1/pulls"}
+        return
+    with pytest.raises(CommandError) as caught:
+        session.poll_json("/api/v1/pulls", seconds)
+    assert (caught.value.exit_code, Restarting.codes) == (expected, [])
+
+
+def test_a_restart_of_the_coordinator_may_take_a_minute():
+    assert RESTART_SECONDS == 60.0

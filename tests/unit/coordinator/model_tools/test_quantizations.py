@@ -94,6 +94,8 @@ def test_a_quantization_is_cancelled_by_its_node(orders: Orders):
     one = orders.start()
     assert orders.all.cancel(one.id)
     assert orders.sent[-1] == (A, CancelModelOrder(7))
+    orders.linked.clear()
+    assert not orders.all.cancel(one.id), "the node does not get it"
     orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.CANCELLED))
     assert not orders.all.cancel(one.id)
     assert not orders.all.cancel("quantize-none")
@@ -112,6 +114,8 @@ async def test_it_continues_without_a_link(orders: Orders):
     one = orders.start()
     orders.all.apply_links({A}, [])
     assert orders.row(one)["node"] == {"id": A, "name": "a", "linked": False}
+    orders.all.handle_frame(A, ModelOrderProgress(7, "quantizing"))
+    assert orders.row(one)["node"] == {"id": A, "name": "a", "linked": True}
     orders.all.apply_links([], [A])
     orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.COMPLETED))
     assert orders.row(one)["state"] == "completed"
@@ -150,7 +154,9 @@ def test_a_removed_node_ends_its_quantizations(orders: Orders):
 def test_the_number_of_open_ones_is_limited(orders: Orders):
     for number in range(MAX_OPEN):
         orders.start(name=f"big-{number}")
-    with pytest.raises(TooManyQuantizationsError):
+    with pytest.raises(
+        TooManyQuantizationsError, match=r"^16 quantizations are open, which is the limit: wait for one$"
+    ):
         orders.start(name="one-more")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.models import wish_runner
+from coordinator.models.wish_counters import ActionOutcome, WishCounters
 from coordinator.models.wish_runner import IDLE_ROUND_SECONDS, ROUND_SECONDS, WishRunner
 from coordinator.models.wishes import Wish
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
@@ -85,7 +86,9 @@ async def test_wish_is_loaded_met_and_listed(port: Port):
     await port.until(lambda: entries(port, "wish met"))
     (row,) = (await read_plan(port))["wishes"]
     assert (row["met"], row["ready"], row["missing"]) == (True, ["studio"], "")
-    assert port.application.wishes.take_snapshot().replicas == {BIG: (1, 1)}
+    snapshot = port.application.wishes.take_snapshot()
+    assert snapshot.replicas == {BIG: (1, 1)}
+    assert snapshot.counters == WishCounters(loads={(BIG, ActionOutcome.DONE): 1})
 
 
 async def test_wish_moves_to_the_next_node_after_a_refusal(port: Port):
@@ -200,6 +203,8 @@ async def test_an_idle_model_is_unloaded_and_a_refusal_of_the_node_is_recorded(p
     await port.until(lambda: entries(port, "wish unload ended"))
     reports.cancel()
     assert entries(port, "wish unload ended")[0]["outcome"] == "refused"
+    counters = port.application.wishes.take_snapshot().counters
+    assert counters == WishCounters(unloads={(BIG, ActionOutcome.REFUSED): 1})
 
 
 async def test_a_wish_is_kept_by_the_database(port: Port):
@@ -358,6 +363,33 @@ async def test_the_end_of_an_action_begins_the_next_round(port: Port, monkeypatc
         load = await first.until(LoadModel)
         first.send(Refusal(load.request, Refused(RefusalCode.NO_ROOM, "a spike of another program")))
         await second.until(LoadModel, 5.0)
+
+
+async def test_loads_are_counted_by_their_outcome_and_an_unmet_wish_is_logged_once(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(wish_runner, "ROUND_SECONDS", 0.0)
+    studio = await node(port, "studio", big())
+    async with running(port, Wish(BIG)) as runner:
+        runner.wake()
+        load = await studio.until(LoadModel)
+        studio.send(report(big(loaded=True)))
+        studio.send(Finished(load.request, (), 0, 0))
+        await port.until(lambda: entries(port, "wish load ended"))
+        studio.send(report(big(loaded=True)))
+        await port.until(lambda: runner.build_plan().states[0].met)
+        runner.wake()
+        await port.until(lambda: entries(port, "wish met"))
+        assert runner.take_snapshot().counters == WishCounters(loads={(BIG, ActionOutcome.DONE): 1})
+        studio.send(report(big()))
+        await port.until(lambda: not runner.build_plan().states[0].met)
+        runner.wake()
+        await studio.until(LoadModel)
+        studio.close()
+        await port.until(lambda: len(entries(port, "wish load ended")) == 2)
+        counters = {(BIG, ActionOutcome.DONE): 1, (BIG, ActionOutcome.FAILED): 1}
+        assert runner.take_snapshot().counters == WishCounters(loads=counters)
+    assert len(entries(port, "wish unmet")) == 2
 
 
 async def test_a_request_that_ended_is_one_use_of_its_model(port: Port, monkeypatch: pytest.MonkeyPatch):

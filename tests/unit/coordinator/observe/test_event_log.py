@@ -101,7 +101,8 @@ async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
 
 async def test_event_log_ignores_other_loggers_and_accepts_odd_values():
     hub = EventLog()
-    hub.add_event({"logger": "uvicorn.error", "event": "x"})
+    for logger in ("uvicorn.error", "node.agent.agent", "coordinators", ""):
+        hub.add_event({"logger": logger, "event": "x"})
     hub.add_event({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     hub.add_event({"logger": "router.x", "event": "x", "number": 2})
     await settled()
