@@ -6,9 +6,11 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import ValidationError
 
 from coordinator.api.body import Body, StrictRoute
+from coordinator.api.errors import install_error_handlers
 from coordinator.api.route import MAX_BODY_BYTES
 from coordinator.api.routes.benchmarks import BenchmarkBody
 from coordinator.api.routes.cache import CacheBody
@@ -55,13 +57,16 @@ def test_the_description_has_all_routes_before_any_request(built: Application):
     assert len(built_routes(built)) > 50
 
 
-async def send_body(built: Application, *parts: dict[str, Any], announced: bytes | None = None) -> int:
+async def send_body(
+    built: Application, *parts: dict[str, Any], announced: bytes | None = None, has_key: bool = True
+) -> int:
     """Create a token with a body in these parts, after which the client leaves; return the status.
 
     `announced` is the header Content-Length; None for a request without one.
     """
     key = built.admin.create_key("admin", ["admin"], None)["key"]
-    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
+    headers = [(b"host", b"127.0.0.1")]
+    headers += [(b"authorization", f"Bearer {key}".encode())] if has_key else []
     headers += [] if announced is None else [(b"content-length", announced)]
     scope = {
         "type": "http",
@@ -88,6 +93,74 @@ async def send_body(built: Application, *parts: dict[str, Any], announced: bytes
     return status
 
 
+def test_only_the_measurement_of_a_model_ends_with_its_client(built: Application):
+    routes = [route for route in built.api.app.routes if isinstance(route, StrictRoute)]
+    assert [route.path for route in routes if route.ends_with_client] == ["/api/v1/models/profile"]
+
+
+def test_a_deferrable_command_is_described_with_both_of_its_answers(built: Application):
+    paths = built.document()["paths"]
+    assert "202" in paths["/api/v1/models/load"]["post"]["responses"]
+    assert "202" not in paths["/api/v1/models/profile"]["post"]["responses"]
+
+
+async def test_a_body_is_refused_unread_without_a_key(built: Application):
+    assert await send_body(built, has_key=False) == 401, "an incomplete body would be refused with 400"
+    too_long = str(MAX_BODY_BYTES + 1).encode()
+    assert await send_body(built, announced=too_long, has_key=False) == 401
+
+
+class EndingRoute(StrictRoute):
+    """Route whose handler ends with its client."""
+
+    ends_with_client = True
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_handler_is_cancelled_when_its_client_leaves(leaves: bool):
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work() -> dict[str, int]:
+        started.set()
+        try:
+            await asyncio.sleep(3600 if leaves else 0)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return {"schema": 1}
+
+    app = FastAPI()
+    install_error_handlers(app)
+    app.router.add_api_route("/work", work, methods=["POST"], route_class_override=EndingRoute)
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/work",
+        "query_string": b"",
+        "headers": [(b"host", b"127.0.0.1")],
+        "client": ("127.0.0.1", 50_000),
+        "server": ("127.0.0.1", 8080),
+    }
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        await started.wait()
+        if not leaves:
+            await asyncio.Event().wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await app(scope, receive, send)
+    assert statuses == [499 if leaves else 200]
+    if leaves:
+        await asyncio.wait_for(cancelled.wait(), 10)
+
+
 async def test_a_body_may_have_the_bytes_of_its_limit(built: Application):
     assert await send_body(built, {"body": b"{}" + b" " * (MAX_BODY_BYTES - 2)}) == 200
     assert await send_body(built, {"body": b"{}" + b" " * (MAX_BODY_BYTES - 1)}) == 413
@@ -102,7 +175,14 @@ async def test_a_body_is_complete_with_its_last_part(built: Application):
 
 @pytest.mark.parametrize(
     ("announced", "status"),
-    [(b"2", 200), (str(MAX_BODY_BYTES + 1).encode(), 413), (b"-1", 413), (b"2x", 413), (b"9" * 5000, 413)],
+    [
+        (b"2", 200),
+        (str(MAX_BODY_BYTES).encode(), 200),
+        (str(MAX_BODY_BYTES + 1).encode(), 413),
+        (b"-1", 413),
+        (b"2x", 413),
+        (b"9" * 5000, 413),
+    ],
 )
 async def test_a_length_that_is_too_long_or_no_number_is_refused_unread(
     built: Application, announced: bytes, status: int

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import stat
 import subprocess
@@ -65,6 +66,11 @@ def test_former_command_is_refused_with_its_replacement(old: tuple[str, ...]):
     assert ("cluster", *old) not in known
 
 
+def test_the_replacement_of_a_former_command_can_be_pasted_into_a_shell():
+    line = alone("nodes", "label", "studio", "the big one; it's $5").output.splitlines()[1]
+    assert shlex.split(line) == ["cluster", "node", "label", "studio", "the big one; it's $5"]
+
+
 @pytest.mark.parametrize(
     ("words", "meant"),
     [
@@ -76,6 +82,8 @@ def test_former_command_is_refused_with_its_replacement(old: tuple[str, ...]):
         (["node", "describe"], "cluster node show"),
         (["token", "new"], "cluster token create"),
         (["help", "key", "limits"], "cluster key limit"),
+        (["pulls", "stop"], "cluster pulls cancel"),
+        (["video", "download"], "cluster video get"),
     ],
 )
 def test_an_unknown_verb_names_the_nearest(words: list[str], meant: str):
@@ -118,6 +126,23 @@ def test_help_and_version_have_their_usual_forms():
     assert all(line in alone("--help").output for line in COMMANDS)
 
 
+def test_a_program_of_another_name_is_the_command_of_the_manual(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["/opt/coordinator/cli/__main__.py", "nods"])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "there is no `cluster nods`; did you mean `cluster nodes`?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("value", "color"), [("1", False), ("", None)])
+def test_colours_are_off_with_no_color_unless_it_is_empty(
+    monkeypatch: pytest.MonkeyPatch, value: str, color: bool | None
+):
+    monkeypatch.setenv("NO_COLOR", value)
+    assert cluster.make_context("cluster", ["nodes"]).color is color
+
+
 def test_the_command_has_a_second_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(sys, "argv", ["/opt/bin/macpool", "nods"])
     with pytest.raises(SystemExit, match="2"):
@@ -138,6 +163,7 @@ def test_every_error_has_one_form(words: list[str]):
     assert done.stderr.startswith("Error: ")
     assert done.stdout == ""
     assert done.exit_code in (2, 3, 5)
+    assert ("Usage: " in done.stderr) is (words in (["key", "create"], ["nodes", "--nope"], ["pause", "2x"]))
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not OPEN_TO_ALL, reason="other users cannot read Python or this repository")

@@ -1,13 +1,14 @@
 """The printed memory of a node, computed by the registry from a report."""
 
 import io
+import time
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from coordinator.cli.commands import nodes as verbs
-from coordinator.cli.memory_breakdown import get_guard_state, render_breakdown
+from coordinator.cli.memory_breakdown import describe_breaker, format_age, get_guard_state, render_breakdown
 from coordinator.client import api_client
 from coordinator.observe.node_rows import build_enforcement_row, list_dangers
 from router.placement.cluster_view import NodeView
@@ -80,6 +81,34 @@ def test_memory_breakdown_prints_unknown_for_missing_values():
     lines = render_breakdown(node(phys=None, current=None, headroom=None, source=""))
     assert any("phys -" in line and "no source" in line for line in lines)
     assert any(line.startswith("headroom  - =") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (-3.0, "0s"),
+        (59.4, "59s"),
+        (60.0, "1m"),
+        (3599.0, "60m"),
+        (3600.0, "1h"),
+        (86399.0, "24h"),
+        (86400.0, "1d"),
+        (3 * 86400.0, "3d"),
+    ],
+)
+def test_format_age_uses_the_largest_unit(seconds: float | None, text: str):
+    assert format_age(seconds) == text
+
+
+def test_describe_breaker_counts_from_the_current_time():
+    breaker = {"state": "open", "until": time.time() + 30.0, "why": "it crashed"}
+    text = describe_breaker({"breaker": breaker})
+    assert text in (
+        f"its engine keeps failing: the node gets no requests for {seconds} s, then one request is tried; "
+        "last failure: it crashed"
+        for seconds in range(25, 31)
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from coordinator.cli import cluster
 from coordinator.cli.commands.tokens_and_keys import call_route
 from coordinator.cli.offline_access import run_offline
 from coordinator.client.api_client import ApiSession
-from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
+from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandError
 from coordinator.state.database import Database
 from coordinator.tls.cluster_ca import ClusterCa
 from router.admission.usage import UsageTotals
@@ -90,8 +90,10 @@ def test_keys_are_changed_offline_as_by_the_coordinator(tmp_path: Path) -> None:
         return {row["id"]: row for row in run_offline(session, "GET", "/api/v1/keys", {})["keys"]}
 
     body = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
-    made = run_offline(session, "POST", "/api/v1/keys", body)
+    before = time.time()
+    made = run_offline(session, "POST", "/api/v1/keys", body | {"ttl_seconds": 60.0})
     key = made["id"]
+    assert before + 60.0 <= list_keys()[key]["expires"] <= time.time() + 60.0
     other = run_offline(session, "POST", "/api/v1/keys", body | {"name": "phone"})["id"]
     run_offline(session, "PUT", f"/api/v1/keys/{key}/name", {"name": "desk"})
     run_offline(session, "PUT", f"/api/v1/keys/{key}/limits", {"limits": {"requests_per_minute": 7}})
@@ -115,7 +117,9 @@ def test_keys_are_changed_offline_as_by_the_coordinator(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="desk") as taken:
         run_offline(session, "PUT", f"/api/v1/keys/{other}/name", {"name": "desk"})
     assert taken.value.exit_code == REFUSED
-    acts = [act["action"] for act in run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]]
+    rows = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]
+    assert {row["actor"] for row in rows} == {"offline"}
+    acts = [act["action"] for act in rows]
     assert acts == ["create_key", "create_key", "rename_key", "limit_key", "expire_key", "rotate_key"]
 
 
@@ -177,6 +181,12 @@ def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> No
         run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
     assert raised.value.exit_code == NOT_FOUND
     assert not (tmp_path / "cluster.db").exists()
+    (tmp_path / "node" / "identity").mkdir(parents=True)
+    stored = {"cluster": "c", "node": "n", "machine": "m", "ca": "Y2E=", "addresses": ["10.0.0.1:8081"]}
+    (tmp_path / "node" / "identity" / "identity.json").write_text(json.dumps(stored))
+    with pytest.raises(CommandError, match=r"this Mac is a node, its coordinator runs on 10\.0\.0\.1: ") as raised:
+        run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
+    assert raised.value.exit_code == UNREACHABLE
 
 
 def test_a_coordinator_that_was_killed_does_not_keep_its_owner_from_the_keys(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_request_has_its_steps_and_decisions(capsys: pytest.CaptureFixture[str
     ]
     assert "decided about big 2.0 s ago among 3 nodes: no room" in lines
     assert "decided about tiny 2.0 s ago among 3 nodes: placed" in lines
-    print_request({"requests": [REQUEST], "decisions": decisions[1:]})
+    print_request({"requests": [REQUEST], "decisions": [decisions[1], decisions[1]]})
     lines = read_lines(capsys)
     assert lines[:5] == [
         "r1 tiny, key laptop: ok after 3.500 s",

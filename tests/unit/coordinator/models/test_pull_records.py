@@ -38,6 +38,7 @@ def test_a_damaged_record_does_not_hide_the_others(tmp_path: Path) -> None:
     records = PullRecords(tmp_path)
     records.store(RECORD)
     (tmp_path / "pulls" / "pull-000000000000.json").write_text('{"id":')
+    (tmp_path / "pulls" / "pull-111111111111.json").mkdir()
     assert records.load() == [RECORD]
 
 

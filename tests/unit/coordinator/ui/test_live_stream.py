@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator
 
@@ -98,6 +99,15 @@ async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
     await soon(stream)
     async with asyncio.timeout(30):
         assert [await anext(stream) for _ in range(2)] == [b": still here\n\n"] * 2
+    await stream.aclose()
+
+
+async def test_a_comment_never_takes_the_place_of_a_change(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "KEEPALIVE_SECONDS", 0.03)
+    numbers = itertools.count()
+    stream = LiveStream(lambda: {"n": next(numbers)}).stream_events(lambda: True)
+    found = [(await soon(stream))["n"] for _ in range(6)]
+    assert len(set(found)) == 6
     await stream.aclose()
 
 
