@@ -236,14 +236,14 @@ def render_board(board: Board) -> str:
         )
     number = 0
     for at, (title, panels) in enumerate(board.rows):
-        row = Row(title).collapsed(at > 0)
+        row = Row(title)
         built: list[_Built] = []
         for panel in panels:
             number += 1
             built.append(_build_panel(panel).id(number))
         if at:
             for one in built:
-                row.with_panel(one)
+                row.with_panel(one)  # collapses the row
         made.with_row(row)
         if not at:
             for one in built:
