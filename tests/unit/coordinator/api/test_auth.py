@@ -2,13 +2,17 @@
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi import Request
 
-from coordinator.api.auth import ACTOR, ADDRESS, KEY, end_with_key, require_scope
+from coordinator.api.auth import ACTOR, ADDRESS, KEY, end_with_key, require_scope, wrap_audited
+from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL_KEY_NAME, PAGE_KEY_NAME
+from coordinator.state.database import Database
 from router.admission.api_keys import KeyRing, new_key
 from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope
 
@@ -43,6 +47,38 @@ async def test_this_machine_and_the_page_are_recorded_by_name(name: str):
     ring, key_id, text = a_ring(name, "admin")
     await require_scope(ring, "metrics")(a_request(text))
     assert (ACTOR.get(), KEY.get()) == (name, key_id)
+
+
+async def test_an_audited_call_is_recorded_with_its_actor_address_and_subject(tmp_path: Path):
+    store = Database(tmp_path)
+
+    class PullBody(Body):
+        repo: str
+        node: str = ""
+
+    async def pull(body: PullBody) -> dict[str, Any]:
+        if body.repo == "wrong":
+            raise ProblemError(WRONG_KEY)
+        return {"schema": 1, "pull": {"id": "pull-1"}}
+
+    async def remove_node(node: str) -> dict[str, Any]:
+        return {"schema": 1, "id": "node-1", "name": node}
+
+    ring, _, text = a_ring(PAGE_KEY_NAME, "admin")
+    await require_scope(ring, "admin")(a_request(text))
+    audited = wrap_audited(store, pull)
+    assert await audited(body=PullBody(repo="pub/model", node="studio")) == {"schema": 1, "pull": {"id": "pull-1"}}
+    with pytest.raises(ProblemError):
+        await audited(body=PullBody(repo="wrong"))
+    await wrap_audited(store, remove_node)(node="studio")
+    await audited(body=PullBody(repo="x" * 400))
+    rows = [(row.actor, row.address, row.action, row.subject) for row in store.audit]
+    store.close()
+    assert rows == [
+        (PAGE_KEY_NAME, "10.0.0.7", "pull", "pub/model studio pull-1"),
+        (PAGE_KEY_NAME, "10.0.0.7", "remove_node", "studio node-1"),
+        (PAGE_KEY_NAME, "10.0.0.7", "pull", "x" * 300),
+    ]
 
 
 @pytest.mark.parametrize(

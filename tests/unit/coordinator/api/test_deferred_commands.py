@@ -117,10 +117,12 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
         await start(body=ModelBody(model="tiny"))
     with pytest.raises(ProblemError, match="64 commands run"):
         await start(body=ModelBody(model="tiny"))
+    now[0] += 7.0
     release.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert len(commands.build_rows()) == MAX_ENDED
+    rows = commands.build_rows()
+    assert [(row["started"], row["ended"]) for row in rows] == [(1000.0, 1007.0)] * MAX_ENDED
     now[0] += LISTED_SECONDS
     await start(body=ModelBody(model="wrong"))
     await asyncio.sleep(0)

@@ -36,6 +36,13 @@ def test_a_request_that_never_fits_is_refused_with_the_numbers_of_its_memory():
     assert caught.value.exit_code == 1
 
 
+def test_an_error_without_numbers_is_its_message_alone():
+    for memory in ("null", "{}"):
+        with pytest.raises(CommandError) as caught:
+            raise_for_status(507, b'{"error": {"message": "no node has room", "memory": ' + memory.encode() + b"}}")
+        assert (caught.value.exit_code, caught.value.message) == (6, "no node has room")
+
+
 def test_an_answer_without_an_error_is_quoted():
     with pytest.raises(CommandError, match=r"^HTTP 502: <html>$"):
         raise_for_status(502, b"<html>")

@@ -277,6 +277,8 @@ def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
         "deep": {"key": HIDDEN},
     }
     assert [redact_value("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
+    for text in (KEY, TOKEN, f"the key {KEY} is unknown", f"password={PASSWORD}"):
+        assert [canary for canary in CANARIES if canary in str(redact_value([text, {"text": (text,)}], "/srv"))] == []
 
 
 def test_redact_settings_keeps_plain_words():

@@ -276,6 +276,14 @@ def test_check_files_allows_readable_files_without_secrets(tmp_path: Path):
     assert seen(checks.check_files(gone))[:2] == ("not here", f"there is no state folder {tmp_path / 'gone'}")
 
 
+def test_only_open_secrets_are_named(tmp_path: Path):
+    for name, mode in (("a.key", 0o600), ("b.key", 0o644), ("c.key", 0o600)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    found = checks.check_files(pretended(tmp_path))
+    assert (found.text, found.numbers) == (f"other users can read {tmp_path / 'b.key'}", {"open": 1})
+
+
 def test_more_than_three_open_secrets_are_counted(tmp_path: Path):
     for number in range(5):
         (tmp_path / f"{number}.key").touch()

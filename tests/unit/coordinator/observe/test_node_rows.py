@@ -12,6 +12,7 @@ from coordinator.observe.node_rows import (
     build_node_row,
     can_answer,
     get_measured_memory,
+    get_model_state,
     get_speeds,
     list_dangers,
     list_warnings,
@@ -291,6 +292,11 @@ def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
     )
     empty = (found["phys"], found["current"], found["headroom"], found["heard_seconds"], found["engine"]["state"])
     assert empty == (None, None, None, None, "")
+
+
+def test_a_loaded_model_is_loaded_although_its_files_have_changed():
+    changed = a_model(loaded=True, cause="the files have changed")
+    assert get_model_state(changed) == {"model": "loaded", "cause": "", "progress": 1.0}
 
 
 def test_get_measured_memory_returns_every_field():
