@@ -52,6 +52,6 @@ async def stream_log(pieces: AsyncGenerator[bytes]) -> Response:
                 yield piece
         except (LookupError, TimeoutError, OSError) as error:
             separator = b"" if last.endswith(b"\n") else b"\n"
-            yield separator + _render_end(str(error) or NO_ANSWER)
+            yield separator + _render_end(getattr(error, "strerror", None) or str(error) or NO_ANSWER)
 
     return StreamingResponse(body(), media_type="text/plain; charset=utf-8")

@@ -30,7 +30,7 @@ async def read(*pieces: bytes, error: Exception | None) -> list[bytes]:
     [
         (LookupError("the node is not linked"), "the node is not linked"),
         (TimeoutError(), "the node did not answer"),
-        (OSError(5, "Input/output error"), "[Errno 5] Input/output error"),
+        (OSError(5, "Input/output error"), "Input/output error"),
     ],
 )
 @pytest.mark.parametrize("last", [b"two\n", b"two"])
