@@ -391,6 +391,7 @@ def test_versions_without_a_coordinator_or_its_nodes_are_those_that_are_known(tm
     answering.answers["/api/v1/version"] = {"version": ours}
     assert checks.check_protocol(pretended(tmp_path)).numbers == {"nodes": 0}
     answering.answers.clear()
+    answering.answers["/api/v1/nodes"] = {"nodes": [{"name": "a", "version": "0.0.1"}]}
     text = f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version"
     assert seen(checks.check_protocol(pretended(tmp_path)))[:2] == ("not here", text)
     text = f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)"
@@ -460,6 +461,13 @@ def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: py
     found = checks.check_log_errors(pretended(tmp_path))
     assert found.text.endswith(f"the last: {'e' * 80}")
     assert 5 < int(found.numbers["errors"] or 0) < 20
+
+
+def test_a_quarter_of_a_mebibyte_of_a_log_is_looked_through(tmp_path: Path):
+    (tmp_path / "logs").mkdir()
+    line = event(10)
+    (tmp_path / "logs" / "node.log").write_text(line * (2**18 // len(line) + 50))
+    assert checks.check_log_errors(pretended(tmp_path)).numbers == {"errors": 2**18 // len(line)}
 
 
 def event(seconds_ago: float, level: str = "error", name: str = "denied") -> str:
