@@ -59,6 +59,33 @@ def test_a_file_without_a_required_field_is_named_with_the_next_step(
     assert (caught.value.exit_code, caught.value.message) == (1, f"{tmp_path / name} has no {fields}: delete the file")
 
 
+@pytest.mark.parametrize("name", ["run.json", "login.json"])
+def test_a_file_that_cannot_be_read_is_named_with_the_next_step(tmp_path: Path, name: str):
+    session = ApiSession(tmp_path, None, None, "text")
+    for step, damage in (
+        ("delete the file", lambda: (tmp_path / name).write_text("{")),
+        ("check the owner and the mode of the file", (tmp_path / name).mkdir),
+    ):
+        damage()
+        with pytest.raises(CommandError) as caught:
+            session.select_coordinator()
+        message = caught.value.message
+        assert caught.value.exit_code == 1
+        assert message.startswith(f"{tmp_path / name} cannot be read: ")
+        assert message.endswith(f": {step}")
+        if (tmp_path / name).is_file():
+            (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("content", [b"mp_a\nmp_b\n", "schlüssel".encode(), b"\xff", b"mp_a\x07"])
+def test_a_key_file_has_one_key(tmp_path: Path, content: bytes):
+    key = tmp_path / "key"
+    key.write_bytes(content)
+    with pytest.raises(CommandError, match="must contain one key and nothing else") as caught:
+        ApiSession(tmp_path, "http://127.0.0.1:1", key, "text").select_coordinator()
+    assert caught.value.exit_code == DENIED
+
+
 def test_the_coordinator_of_the_state_folder_comes_before_a_login(tmp_path: Path):
     (tmp_path / "login.json").write_text(json.dumps({"url": "https://studio:8080", "key": "mp_a", "ca": "theirs"}))
     session = ApiSession(tmp_path, None, None, "text")

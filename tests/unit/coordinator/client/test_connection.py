@@ -23,7 +23,7 @@ from coordinator.client.connection import (
     send_request,
     split_lines,
 )
-from coordinator.client.errors import PIN, UNREACHABLE, CommandError
+from coordinator.client.errors import PIN, TIMED_OUT, UNREACHABLE, CommandError
 
 
 @contextmanager
@@ -138,8 +138,9 @@ def test_the_address_for_nodes_is_refused_with_the_next_step(text: str):
 
 
 def test_a_damaged_authority_is_a_clear_error():
-    with pytest.raises(CommandError, match="the stored authority of the coordinator is damaged"):
+    with pytest.raises(CommandError, match="the stored authority of the coordinator is damaged") as caught:
         send_request(CoordinatorAddress("https://127.0.0.1:1", "k", "no certificate"), "GET", "/")
+    assert caught.value.exit_code == PIN
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -233,3 +234,10 @@ def test_a_block_by_macos_has_its_own_code(monkeypatch: pytest.MonkeyPatch, plat
     monkeypatch.setattr(sys, "platform", platform)
     found, text = explain_connection_error("http://studio:8080", OSError(number, "No route to host"))
     assert (found, "Privacy & Security > Local Network" in text) == (code, code == 10)
+
+
+def test_a_timeout_names_the_seconds_that_the_command_waited():
+    text = r"^http://studio:8080 did not answer within 7 s$"
+    with pytest.raises(CommandError, match=text) as caught, convert_connection_errors("http://studio:8080", 7.0):
+        raise TimeoutError
+    assert caught.value.exit_code == TIMED_OUT

@@ -108,4 +108,5 @@ def test_a_mirror_is_shown_once_it_listens() -> None:
     ],
 )
 def test_summarize_state_of_two_nodes(stages: tuple[PullStage, PullStage], state: str) -> None:
-    assert summarize_state(make_record(*(NodePull(stage=stage, order=1) for stage in stages))) == state
+    record = make_record(*(NodePull(stage=stage, order=1) for stage in stages))
+    assert summarize_state(record) == build_pull_row(record, str)["state"] == state

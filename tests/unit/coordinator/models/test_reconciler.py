@@ -424,6 +424,7 @@ def test_a_node_does_not_swap_twice_within_the_cost_of_both_loads():
 
 def test_a_swap_of_several_models_is_one_swap():
     pool = WishPool([node("a", 24, "x", "y", m=20, x=8, y=8)], [Wish("m")])
+    assert text(pool.plan()) == "a unloads x, y for it"
     for _ in range(3):
         pool.round(1.0)
     assert pool.unloads() == [("a", "x"), ("a", "y")]
