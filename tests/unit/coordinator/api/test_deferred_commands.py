@@ -123,6 +123,9 @@ async def test_deferred_commands_are_bounded_in_number_and_time():
     await asyncio.sleep(0)
     rows = commands.build_rows()
     assert [(row["started"], row["ended"]) for row in rows] == [(1000.0, 1007.0)] * MAX_ENDED
+    for _ in range(MAX_RUNNING):  # ended commands that are listed take no place
+        await start(body=ModelBody(model="tiny"))
+    await asyncio.sleep(0)
     now[0] += LISTED_SECONDS
     await start(body=ModelBody(model="wrong"))
     await asyncio.sleep(0)

@@ -62,14 +62,15 @@ def test_a_refused_operation_is_not_in_the_audit_log(tmp_path: Path) -> None:
     session = ApiSession(tmp_path, None, None, "text")
     body = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
     refused = [
-        ("DELETE", "/api/v1/keys/unknown", {}, "there is no key unknown"),
-        ("POST", "/api/v1/keys", body | {"limits": {"models": 5}}, "limits: "),
-        ("POST", "/api/v1/keys", body | {"name": "local"}, "is reserved for the owner of this machine"),
-        ("PUT", "/api/v1/keys/unknown/name", {"name": "page"}, "is reserved for the owner of this machine"),
+        ("DELETE", "/api/v1/keys/unknown", {}, "there is no key unknown", NOT_FOUND),
+        ("POST", "/api/v1/keys", body | {"limits": {"models": 5}}, "limits: ", 2),
+        ("POST", "/api/v1/keys", body | {"name": "local"}, "is reserved for the owner of this machine", 2),
+        ("PUT", "/api/v1/keys/unknown/name", {"name": "page"}, "is reserved for the owner of this machine", 2),
     ]
-    for method, path, fields, words in refused:
-        with pytest.raises(CommandError, match=words):
+    for method, path, fields, words, code in refused:
+        with pytest.raises(CommandError, match=words) as raised:
             run_offline(session, method, path, fields)
+        assert raised.value.exit_code == code
     made = run_offline(session, "POST", "/api/v1/keys", body)
     run_offline(session, "DELETE", f"/api/v1/keys/{made['id']}", {})
     acts = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]

@@ -46,7 +46,7 @@ def test_the_first_token_belongs_to_prefill():
 
 
 def test_requests_at_once_are_counted_together():
-    rows = [finished(512, 128, 0.5 * at, 0.5, 4.0) for at in range(4)]
+    rows = [finished(512, 128, 0.5 * at, 0.5, 4.0 - at) for at in range(4)]
     run = summarize_run(512, rows)
     assert (run.parallel, run.prefill_speed, run.decode_speed) == (4, 1024.0, 127.0)
 
