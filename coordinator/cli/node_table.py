@@ -57,7 +57,7 @@ def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
         format_state(node),
         node["chip"],
         cap,
-        node["bound_by"] or "-",
+        node["cap_bound_by"] or "-",
         phys,
         margin,
         format_headroom(node),

@@ -147,13 +147,13 @@ def test_a_bar_has_one_character_for_a_tenth_of_the_ceiling(changes: dict[str, A
 
 
 def test_a_wide_row_has_a_cell_for_each_column():
-    node = a_node("studio", 3, cordoned=True) | {"bound_by": "static", "phys": 20 * GIB}
+    node = a_node("studio", 3, cordoned=True) | {"cap_bound_by": "static", "bound_by": "dynamic", "phys": 20 * GIB}
     cells = dict(zip(WIDE, build_wide_row(node), strict=True))
     assert (cells["NAME"], cells["STATE"], cells["CHIP"]) == ("studio", "ready, cordoned", "Apple M4 Max")
     assert (cells["CAP"], cells["PHYS"], cells["MARGIN"]) == ("96.0 GiB", "20.0 GiB", "12.0 GiB")
     assert (cells["HEADROOM"], cells["GUARD"], cells["LIMITED BY"]) == ("62.6 GiB", "armed", "static")
     assert (cells["IN FLIGHT"], cells["VIDEO"], cells["LAST REPORT"], cells["VERSION"]) == ("3", "-", "5m", "0.1.0")
     assert cells["MODELS"].count("Qwen3") == 3
-    unknown = build_wide_row(node | {"cap": 0, "phys": None, "margin": 0, "bound_by": "", "models": []})
+    unknown = build_wide_row(node | {"cap": 0, "phys": None, "margin": 0, "cap_bound_by": "", "models": []})
     cells = dict(zip(WIDE, unknown, strict=True))
     assert [cells[name] for name in ("CAP", "PHYS", "MARGIN", "LIMITED BY", "MODELS", "GUARD")] == ["-"] * 6

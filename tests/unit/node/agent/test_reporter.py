@@ -1,7 +1,7 @@
 """Reports of a node: their content, and their times on a virtual clock."""
 
 import asyncio
-import shutil
+import os
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent import reporter
+from node.agent.disk_meter import measure_disk
 from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.agent.reporter import MIN_REPORT_GAP_SECONDS, Reporter, shorten_report
@@ -19,6 +20,7 @@ from node.assembly import assemble
 from node.illegal_events import IllegalEvents
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import open_machine
+from node.models.folders import get_hub_folder
 from node.settings import NodeSettings
 from node.settings.agent import AgentSettings
 from simulation.clock import VirtualLoop
@@ -247,9 +249,7 @@ def test_the_memory_is_that_of_the_gate_once_it_has_limits(run: Callable[[Script
     run(script)
 
 
-def test_a_node_that_drains_says_so_in_each_report_and_none_is_sent_without_a_link(
-    run: Callable[[Script], None], tmp_path: Path
-):
+def test_a_node_that_drains_says_so_in_each_report_and_none_is_sent_without_a_link(run: Callable[[Script], None]):
     async def script(mac: Mac) -> None:
         mac.reporter.send()
         mac.reporter.report_draining()
@@ -257,7 +257,7 @@ def test_a_node_that_drains_says_so_in_each_report_and_none_is_sent_without_a_li
         await asyncio.sleep(0.1)
         reports = [mac.take() for _ in range(3)]
         assert [report.draining for report in reports] == [False, True, True]
-        assert {report.disk.total for report in reports} == {shutil.disk_usage(tmp_path).total}
+        assert {report.disk.total for report in reports} == {measure_disk(get_hub_folder(os.environ)).total} != {0}
         mac.links.remove(mac.link)
         mac.reporter.send()
         mac.store(running=1)
