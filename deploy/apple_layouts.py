@@ -88,7 +88,7 @@ CONSTANTS: Mapping[str, int] = {
     "TCP_NOTSENT_LOWAT": endpoint.NOTSENT_LOWAT_MACOS,
     "AF_UNIX": endpoint.AF_UNIX,
     "EHOSTUNREACH": macos_tool_output.NO_ROUTE,
-    "ECONNREFUSED": macos_tool_output.REFUSED[0],
+    "ECONNREFUSED": macos_tool_output.REFUSED,
 }
 """Values of Macpool by Apple's names, from the headers of libSystem."""
 FRAMEWORK_CONSTANTS: Mapping[str, int] = {
