@@ -12,13 +12,17 @@ import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 
+if TYPE_CHECKING:
+    from host.settings_loader import InvalidSetting
+
 CHILD_TIMEOUT_SECONDS = 20.0
 """Maximum duration of the process that reads the node's settings, in seconds."""
+WEBHOOK = "alerts.webhook_url"
 ANSWER_TIMEOUT_SECONDS = 5.0
 """Maximum wait for the settings of the running coordinator, in seconds."""
 
@@ -158,6 +162,7 @@ def inspect_settings(
             for fault in node["faults"]
             if fault["key"] in flat and fault["key"].split(".")[0] in NODE_SECTIONS
         ]
+        faults += _find_webhook_fault(flat)
         wrong += locate_faults(origin, faults, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
@@ -169,6 +174,21 @@ def inspect_settings(
     right = [(origin, {key: flat[key] for key in flat if not _is_part_of(key, bad)}) for origin, flat in layers]
     rows = redact_rows(build_setting_rows(resolve_layers(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
+
+
+def _find_webhook_fault(settings: Mapping[str, object]) -> "list[InvalidSetting]":
+    """Return the fault of the webhook's URL in the settings of one source, for which `cluster up` would not start."""
+    url = settings.get(WEBHOOK)
+    if not url or not isinstance(url, str):
+        return []
+    from coordinator.alerts.webhook import WebhookError, parse_webhook_url
+    from host.settings_loader import InvalidSetting
+
+    try:
+        parse_webhook_url(url)
+    except WebhookError as error:
+        return [InvalidSetting(WEBHOOK, str(error).removeprefix(f"{WEBHOOK} "))]
+    return []
 
 
 def _is_part_of(key: str, faults: Collection[str]) -> bool:

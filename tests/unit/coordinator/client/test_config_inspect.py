@@ -24,6 +24,9 @@ HOOK = "https://hooks.example/services/SECRET"
         ("router = 5\n", [("router", 1)]),
         ("[nothing]\nx = 1\ny = 2\n", [("nothing.x", 2), ("nothing.y", 3)]),
         ("[router]\npolicy =\n", [("", 2)]),
+        ('[alerts]\nwebhook_url = "https://[bad"\n', [("alerts.webhook_url", 2)]),
+        ('[alerts]\nwebhook_url = "http://lan.example/SECRET"\n', [("alerts.webhook_url", 2)]),
+        ('[alerts]\nwebhook_url = "https://hooks.example/SECRET"\n', []),
     ],
 )
 def test_faults_are_named_and_every_setting_is_listed(tmp_path: Path, text: str, faults: list[tuple[str, int]]):
@@ -31,6 +34,7 @@ def test_faults_are_named_and_every_setting_is_listed(tmp_path: Path, text: str,
     file.write_text(text)
     report = inspect_settings(tmp_path, file, {}, (), NODE)
     assert [(fault.key, fault.line) for fault in report.faults] == faults
+    assert not any("SECRET" in fault.render() for fault in report.faults)
     policy = next(row for row in report.rows if row["key"] == "router.policy")
     assert (policy["value"], policy["origin"]) == ("balanced", "default")
 

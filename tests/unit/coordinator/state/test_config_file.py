@@ -41,7 +41,7 @@ tier = 1
 [engine.mlx]
 max_batch_size = 8
 [alerts]
-webhook_url = "https://user:opensesame@hooks.example/opensesame?token=opensesame"
+webhook_url = "https://hooks.example/opensesame?token=opensesame"
 """
 
 
