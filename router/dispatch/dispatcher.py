@@ -246,6 +246,7 @@ class Dispatcher:
         self.ledger.remove_node(node)
         self.placer.remove_node(node)
         parts.swaps.remove_node(node)
+        parts.changes.remove_node(node)
         parts.migration.remove_node(node)
         for request in self._open.values():
             request.remove_node(node)

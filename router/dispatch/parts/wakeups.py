@@ -45,6 +45,10 @@ class NodeChanges:
         changed, self._changed = self._changed, set()
         return changed
 
+    def remove_node(self, node: NodeId) -> None:
+        """Remove a node that is no longer a member."""
+        self._changed.discard(node)
+
 
 class DrainWaits:
     """Waits until nodes have no request of this router."""
