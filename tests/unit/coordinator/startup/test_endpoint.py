@@ -81,8 +81,10 @@ async def test_metrics_count_unwritten_changes_of_both_databases(tmp_path: Path,
         assert "\nmacpool_coordinator_unwritten_changes 0.0\n" in (await client.get("/metrics")).text
         with closing(sqlite3.connect(tmp_path / broken)) as other:
             other.execute(f"ALTER TABLE {table} RENAME TO away")
-        made.state.store.audit.add(1.0, "person", "create keys", "laptop")
-        made.cluster.video_controller.records.put_job(a_job(2))
+        with suppress(StoreError):  # at once, if the writer has already failed
+            made.state.store.audit.add(1.0, "person", "create keys", "laptop")
+        with suppress(StoreError):
+            made.cluster.video_controller.records.put_job(a_job(2))
         for one in databases:
             with suppress(StoreError):
                 await one.flush()
