@@ -107,8 +107,8 @@ def tiny_model() -> Callable[..., Path]:
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run asynchronous tests on the event loop of the product, which differs from asyncio's in options and errors.
 
-    The tests of dialects use asyncio's loop. With uvloop, head and body of their requests arrive one after the other.
-    The fast path takes only requests that arrive in one piece.
+    The tests of dialects use asyncio's loop. With uvloop, they do not notice faults of the fast path, probably because
+    it takes only requests whose head and body arrive together.
     """
     if item.path.is_relative_to(ROOT / "tests" / "contract" / "dialects"):
         return {"asyncio": asyncio.SelectorEventLoop}
